@@ -1,0 +1,1 @@
+"""Typed contracts between the stages. Imports no stage and no torch."""

@@ -1,0 +1,122 @@
+"""How an artifact lies on disk: JSON in an envelope, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from stages.artifacts.costs import Costs
+from stages.artifacts.errors import ArtifactError
+from stages.artifacts.graph import RegionGraph, Struct
+from stages.artifacts.plan import Plan
+from stages.artifacts.summary import Summary
+from stages.artifacts.timeline import Timeline
+
+SCHEMA_VERSION = 1
+
+KINDS: dict[str, type[Struct]] = {
+    "graph": RegionGraph,
+    "costs": Costs,
+    "plan": Plan,
+    "summary": Summary,
+    "timeline": Timeline,
+}
+
+Artifact = TypeVar("Artifact", bound=Struct)
+
+
+class Provenance(Struct):
+    """Who made it: versions of what matters, the key it is stored under, and the making process's peak."""
+
+    key: str = ""
+    versions: dict[str, str] = {}
+    peak_bytes: int = 0
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """The envelope without its content; read first, so that errors name the cause."""
+
+    kind: str
+    schema_version: int
+    inputs: dict[str, str]
+    provenance: Provenance
+    content: msgspec.Raw
+
+
+def kind_of(artifact: Struct) -> str:
+    for kind, record in KINDS.items():
+        if type(artifact) is record:
+            return kind
+    raise ArtifactError(f"{type(artifact).__name__} is not an artifact; expected one of {', '.join(KINDS)}")
+
+
+def save(
+    path: Path,
+    artifact: Struct,
+    *,
+    inputs: dict[str, str] | None = None,
+    provenance: Provenance | None = None,
+) -> None:
+    """Writes `artifact` to a temporary name beside `path`, syncs it, and renames it into place.
+
+    Args:
+        inputs: Hashes of the artifacts that it was made from, by kind.
+    """
+    envelope = _Header(
+        kind=kind_of(artifact),
+        schema_version=SCHEMA_VERSION,
+        inputs=inputs or {},
+        provenance=provenance or Provenance(),
+        content=msgspec.Raw(msgspec.json.encode(artifact)),
+    )
+    write_atomically(path, msgspec.json.encode(envelope))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: Path, record: type[Artifact]) -> Artifact:
+    """Reads the artifact of type `record` from `path`.
+
+    Raises:
+        ArtifactError: The file is missing, damaged, of another kind or version, or holds a field
+            or type that the schema does not know.
+    """
+    return load_with_provenance(path, record)[0]
+
+
+def load_with_provenance(path: Path, record: type[Artifact]) -> tuple[Artifact, Provenance]:
+    expected = next(kind for kind, known in KINDS.items() if known is record)
+    try:
+        header = msgspec.json.decode(path.read_bytes(), type=_Header)
+        if header.kind != expected:
+            raise ArtifactError(f"{path} is a {header.kind}; expected a {expected}")
+        if header.schema_version != SCHEMA_VERSION:
+            raise ArtifactError(
+                f"{path} has schema version {header.schema_version}; expected {SCHEMA_VERSION}. "
+                f"Make it again with this version"
+            )
+        return msgspec.json.decode(header.content, type=record), header.provenance
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path} does not exist; run the stage that makes it first") from error
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise ArtifactError(f"{path} is not a valid {expected}: {error}. Delete it and run again") from error
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of the file, which identifies an artifact as another's input."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,151 @@
+"""The solver's answer: a placement, and the program that carries it out.
+
+A program is a list of phases; a phase is a list of instructions for a few lanes. Lanes are ordered
+queues: an instruction starts after its predecessor on the same lane and after everything in `after`.
+
+Buffers are what instructions read and write. A buffer is either *planned* (it has an offset in the
+device arena) or *dynamic* (made by the operators themselves and counted by its lifetime: gradients
+and activations are born inside autograd, and copying each into a slot would cost more than it
+saves). What waits on disk has an extent there, which does not move.
+"""
+
+from __future__ import annotations
+
+from stages.artifacts.graph import Struct
+
+#: every planned offset, disk extent and transfer length is a multiple of this (O_DIRECT)
+ALIGNMENT = 4096
+
+LANES = ("compute", "read", "write")
+
+#: what an instruction may do, by name
+OPERATIONS = (
+    "forward",    # compute: run region forward.  mode: keep | drop
+    "recompute",  # compute: run region forward again, keeping, RNG restored, buffers untouched
+    "backward",   # compute: gradients of the region's weights and inputs
+    "update",     # compute: optimizer on elements [start, start+count) of a parameter
+    "evaluate",   # compute: run region forward without gradients
+    "read",       # read lane: disk extent -> buffer
+    "write",      # write lane: buffer -> disk extent
+    "free",       # compute: end of a buffer's life where no other instruction ends it
+)  # fmt: skip
+
+
+class Buffer(Struct):
+    """A span of bytes with one meaning.
+
+    role: "weight" (a parameter in its compute dtype), "master" (fp32 copy under bf16/fp16),
+    "state" (one optimizer state tensor of a parameter), "gradient" (of a parameter),
+    "value", "value_gradient", "saved" (all that autograd keeps of a region), "persistent"
+    (a model buffer such as running statistics; never moves).
+    A buffer that is moved in pieces appears as one Buffer per piece: `start` and `count` give the
+    elements of `owner` that it holds.
+    """
+
+    id: int
+    role: str
+    owner: str  # parameter name, value name, or region name
+    bytes: int
+    start: int = 0
+    count: int = 0
+    state: str = ""  # role "state": "exp_avg", "exp_avg_sq", "momentum_buffer", ...
+    offset: int | None = None  # in the device arena; None: dynamic
+    extent: int | None = None  # byte offset of its home on disk; None: never there
+    resident: bool = False  # on the device from before the phase's entry until after its exit
+
+
+class Access(Struct):
+    """A buffer in one version. A write makes version n+1 from n (or from nothing: 1)."""
+
+    buffer: int
+    version: int
+
+
+class Instruction(Struct):
+    id: int  # position in the phase's list; `after` refers to it
+    lane: str
+    operation: str
+    after: list[int] = []  # ids on other lanes that must have finished
+    reads: list[Access] = []
+    writes: list[Access] = []
+    frees: list[int] = []  # buffers whose memory is returned when this has finished
+    region: int = -1
+    mode: str = ""  # forward: "keep" | "drop"
+    parameter: str = ""  # update
+    start: int = 0  # update: first element
+    count: int = 0  # update: number of elements
+    #: memory beyond every buffer, held only while the instruction runs
+    workspace_bytes: int = 0
+
+
+class Location(Struct):
+    """Where a buffer is at a phase border: tier "device" | "disk", and in which version.
+
+    Versions count from the phase's start: an exit state of a whole step equals its entry state
+    when the same buffers are on the same tiers, whatever their versions.
+    """
+
+    buffer: int
+    tier: str
+    version: int
+
+
+class Phase(Struct):
+    """name: "step" (forward, backward and, where exact, the update inside backward),
+    "update" (the optimizer alone, after the norm or overflow check), "evaluate"."""
+
+    name: str
+    instructions: list[Instruction]
+    entry: list[Location]
+    exit: list[Location]
+    successors: list[str]
+
+
+class RegionPlacement(Struct):
+    """The choices for one region."""
+
+    weights: str  # "resident" | "streamed"
+    activations: str  # "keep" | "recompute" | "move"
+
+
+class Placement(Struct):
+    """The solver's choices, from which lowering makes the program.
+
+    gradients: "consume" (updated inside backward as soon as complete), "keep" (until the update
+    phase), "move" (to disk until the update phase).
+    """
+
+    regions: list[RegionPlacement]
+    state: dict[str, str]  # parameter -> "resident" | "streamed" (optimizer state and master)
+    gradients: str
+    values: dict[str, str]  # value -> "keep" | "move"
+    chunk_elements: int  # elements of one update chunk, a multiple of 1024
+    #: region index -> how many regions ahead of its use its weights are fetched (>= 0)
+    prefetch: list[int]
+
+
+class Prediction(Struct):
+    """What the simulator says of one step of the program."""
+
+    peak_bytes: int
+    step_ns: int
+    least_feasible_bytes: int
+    moved_bytes: dict[str, int]  # lane -> bytes per step
+    binding: str = ""  # the instruction and buffers at the peak, readable
+
+
+class Plan(Struct):
+    solver: str
+    budget_bytes: int
+    device: str
+    precision: str
+    implementation: str  # of the optimizer, as in Costs
+    placement: Placement
+    buffers: list[Buffer]
+    phases: list[Phase]
+    arena_bytes: int
+    disk_bytes: int
+    baseline_bytes: int
+    margin_bytes: int
+    prediction: Prediction
+    solve_ns: int

@@ -1,0 +1,38 @@
+"""What a run reports: `summary.json`."""
+
+from __future__ import annotations
+
+from stages.artifacts.graph import Struct
+
+
+class Summary(Struct, omit_defaults=False):
+    """Seconds, bytes and counts of one run; see the field names for units."""
+
+    model: str
+    device: str
+    precision: str
+    solver: str
+    optimizer_implementation: str
+    threads: int
+    versions: dict[str, str]
+    steps: int
+    budget_bytes: int
+    peak_bytes: int  # largest of peak_bytes_by_stage
+    peak_bytes_by_stage: dict[str, int]
+    predicted_peak_bytes: int
+    baseline_bytes: int
+    least_feasible_bytes: int
+    step_time_s: float  # median after the first step
+    predicted_step_time_s: float
+    lower_bound_step_time_s: float | None  # None: the solver gives no bound
+    optimality_gap: float | None
+    solve_time_s: float
+    tokens_per_s: float
+    micro_batches: int
+    losses: list[float]
+    grad_norms: list[float | None]
+    skipped_steps: list[int]
+    moved_bytes_per_step: dict[str, int]  # "disk_read", "disk_write"
+    placement: dict[str, dict[str, int]]  # what -> choice -> count
+    step_peak_bytes: list[int] = []
+    evaluations: list[dict[str, float]] = []
