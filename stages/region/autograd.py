@@ -1,0 +1,229 @@
+"""Forward and backward of one region, such that regions in a row are bitwise the whole model.
+
+Two facts carry this. First, the engine runs nodes in descending order of creation and puts the
+gradients it is given into the input buffers before any node runs. So the sum of what later regions
+sent to a tensor, passed as one more root, is added to in the very order of a single backward over
+the whole model. Second, what autograd saves of a weight or of an input value is packed as a
+*handle*, a name and a span, so that the bytes themselves may leave and come back elsewhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from stages.region.interpreter import RegionFunction
+
+#: Finds the present tensor of a weight or input value by name.
+Lookup = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A saved view of a named tensor: where it lies relative to that tensor's first element."""
+
+    name: str
+    dtype: torch.dtype
+    byte_offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Holder:
+    """A storage that autograd saved, shared by all saved views of it.
+
+    It dies with the last of them, as autograd releases its nodes during backward; `storage` is None
+    while the bytes are elsewhere.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A saved view of a storage that no name stands for."""
+
+    holder: _Holder
+    dtype: torch.dtype
+    offset: int  # in elements
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass
+class Tape:
+    """What a region's forward leaves for its backward.
+
+    Output tensors are not in it, only their gradient edges, so that values are freed when their
+    readers are done. Leaves give up their data for the same reason.
+    """
+
+    outputs: dict[str, GradientEdge] = field(default_factory=dict)
+    leaves: dict[str, GradientEdge] = field(default_factory=dict)
+    _holders: list[weakref.ref[_Holder]] = field(default_factory=list)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The saved storages in the order in which they were first saved."""
+        return [holder.storage for holder in self._alive() if holder.storage is not None]
+
+    def release_storages(self) -> None:
+        """Lets go of the saved bytes; `restore_storages` brings them back before backward."""
+        for holder in self._alive():
+            holder.storage = None
+
+    def restore_storages(self, storages: list[torch.UntypedStorage]) -> None:
+        for holder, storage in zip(self._alive(), storages, strict=True):
+            holder.storage = storage
+
+    def _alive(self) -> Iterator[_Holder]:
+        for reference in self._holders:
+            holder = reference()
+            if holder is not None:
+                yield holder
+
+
+def forward(
+    function: RegionFunction,
+    tensors: Mapping[str, torch.Tensor],
+    sizes: dict[str, int],
+    *,
+    gradients_of: frozenset[str],
+    keep: bool,
+    lookup: Lookup,
+) -> tuple[dict[str, torch.Tensor], Tape]:
+    """Runs a region in grad mode.
+
+    Args:
+        tensors: Inputs, weights and buffers by name, none of them requiring a gradient.
+        sizes: The value of each size symbol.
+        gradients_of: The names among `tensors` that backward wants a gradient of.
+        keep: Whether autograd's saved tensors are kept. Otherwise they are dropped as they come: the
+            operators run in grad mode all the same, since a forward without it may pick another kernel.
+        lookup: Where backward finds a weight or input value by name.
+
+    Returns:
+        The outputs, detached, and the tape (empty when not kept).
+    """
+    tape = Tape()
+    leaves = {name: tensors[name].detach().requires_grad_() for name in tensors if name in gradients_of}
+    hooks = _keeping(tape, tensors, lookup) if keep else saved_tensors_hooks(_drop, _refuse)
+    with torch.enable_grad(), hooks:
+        outputs = function({**tensors, **leaves}, sizes)
+    if keep:
+        tape.outputs = {
+            name: get_gradient_edge(output) for name, output in outputs.items() if output.requires_grad
+        }
+        tape.leaves = {name: get_gradient_edge(leaf) for name, leaf in leaves.items()}
+    detached = {name: output.detach() for name, output in outputs.items()}
+    for leaf in leaves.values():
+        leaf.data = leaf.new_empty(0)
+    return detached, tape
+
+
+def backward(
+    tape: Tape,
+    output_gradients: Mapping[str, torch.Tensor],
+    sums: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor | None]:
+    """Gradients of the region's leaves.
+
+    Args:
+        tape: From a forward that kept. It is used up.
+        output_gradients: Gradient of each output that has one, complete.
+        sums: For leaves that later regions already sent gradients to: their sum so far, to which
+            this region's contributions are added in the engine's order.
+
+    Returns:
+        For each leaf its gradient, `sums` included; None where nothing reaches it.
+    """
+    roots = [(tape.outputs[name], gradient) for name, gradient in output_gradients.items()]
+    roots += [(tape.leaves[name], gradient) for name, gradient in sums.items()]
+    names = list(tape.leaves)
+    if not roots or not names:
+        return dict.fromkeys(names)
+    gradients = torch.autograd.grad(
+        outputs=[edge for edge, _ in roots],
+        inputs=[tape.leaves[name] for name in names],
+        grad_outputs=[gradient for _, gradient in roots],
+        allow_unused=True,
+    )
+    return dict(zip(names, gradients, strict=True))
+
+
+@contextmanager
+def _keeping(tape: Tape, tensors: Mapping[str, torch.Tensor], lookup: Lookup) -> Iterator[None]:
+    """Packs saved tensors as handles where a named tensor holds the bytes, else in shared holders."""
+    named = _NamedSpans(tensors)
+    holders: dict[int, _Holder] = {}
+
+    def pack(tensor: torch.Tensor) -> _Handle | _Saved:
+        handle = named.handle(tensor)
+        if handle is not None:
+            return handle
+        storage = tensor.untyped_storage()
+        holder = holders.get(storage._cdata)
+        if holder is None:
+            holder = holders[storage._cdata] = _Holder(storage)
+            tape._holders.append(weakref.ref(holder))
+        return _Saved(holder, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def unpack(packed: _Handle | _Saved) -> torch.Tensor:
+        if isinstance(packed, _Saved):
+            if packed.holder.storage is None:
+                raise RuntimeError("saved activations are needed while they are away")
+            return _view(packed.holder.storage, packed.dtype, packed.offset, packed.size, packed.stride)
+        base = lookup(packed.name)
+        offset = base.storage_offset() + packed.byte_offset // base.element_size()
+        return _view(base.untyped_storage(), packed.dtype, offset, packed.size, packed.stride)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _NamedSpans:
+    """Tells which named tensor holds a given tensor's bytes, by address."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._spans = [
+            (tensor.data_ptr(), tensor.data_ptr() + span_bytes(tensor), name, tensor.dtype)
+            for name, tensor in tensors.items()
+            if tensor.numel()
+        ]
+
+    def handle(self, tensor: torch.Tensor) -> _Handle | None:
+        address = tensor.data_ptr()
+        if address == 0:
+            return None
+        end = address + span_bytes(tensor)
+        for start, stop, name, dtype in self._spans:
+            if start <= address and end <= stop and dtype == tensor.dtype:
+                return _Handle(name, dtype, address - start, tensor.size(), tensor.stride())
+        return None
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a strided tensor's first element to its last, both included."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _view(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refuse(packed: None) -> torch.Tensor:
+    raise RuntimeError("activations were dropped in this forward; recompute before backward")
