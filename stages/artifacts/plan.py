@@ -49,6 +49,7 @@ class Buffer(Struct):
     start: int = 0
     count: int = 0
     state: str = ""  # role "state": "exp_avg", "exp_avg_sq", "momentum_buffer", ...
+    dtype: str = "float32"  # of its elements; "uint8" for saved activations, which are many tensors
     offset: int | None = None  # in the device arena; None: dynamic
     extent: int | None = None  # byte offset of its home on disk; None: never there
     resident: bool = False  # on the device from before the phase's entry until after its exit

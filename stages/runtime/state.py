@@ -1,0 +1,113 @@
+"""Where every byte of the training state is: slots in the arena, live tensors, extents on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from stages.artifacts import graph as g
+from stages.artifacts.plan import Buffer, Plan
+from stages.region import operators
+from stages.region.autograd import Tape
+from stages.runtime.tiers.arena import Arena
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape, strides in elements and dtype of a tensor that is away."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        return Layout(tensor.size(), tensor.stride(), tensor.dtype)
+
+    def new_tensor(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@dataclass
+class StepState:
+    """What exists within one step only."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    value_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    tapes: dict[int, Tape] = field(default_factory=dict)
+    #: layouts of values and gradients that were written to disk
+    away: dict[int, Layout] = field(default_factory=dict)
+    #: bytes of each saved storage of a region, in order, while they are on disk
+    saved_away: dict[int, list[int]] = field(default_factory=dict)
+    #: generator state before the first forward of a region that will be recomputed
+    rng: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: buffers that a region mutates, as they were before its forward
+    buffers_before: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    #: parameters whose gradient is complete: its 2-norm (still scaled)
+    norms: dict[str, float] = field(default_factory=dict)
+    #: parameters with an inf or nan in their gradient, in the order found
+    non_finite: list[str] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+
+
+class TrainingState:
+    """Slots of all planned buffers, and the model's own buffers.
+
+    Args:
+        graph: The traced model.
+        plan: Its plan; every planned buffer has an offset in `arena`.
+        arena: Memory of `plan.arena_bytes`.
+    """
+
+    def __init__(self, graph: g.RegionGraph, plan: Plan, arena: Arena) -> None:
+        self.parameters = {parameter.name: parameter for parameter in graph.parameters}
+        self.buffers = {buffer.id: buffer for buffer in plan.buffers}
+        self._slots: dict[int, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
+        #: model buffers and constants; they never move
+        self.persistent: dict[str, torch.Tensor] = {}
+        #: completed updates of each parameter, which bias corrections read
+        self.update_counts: dict[str, int] = {}
+        for buffer in plan.buffers:
+            if buffer.offset is not None:
+                self._add_slot(buffer, arena)
+
+    def _add_slot(self, buffer: Buffer, arena: Arena) -> None:
+        parameter = self.parameters.get(buffer.owner)
+        assert parameter is not None and buffer.offset is not None, f"buffer {buffer.id} has no owner"
+        dtype = operators.dtype(buffer.dtype)
+        count = buffer.count or numel(parameter.spec)
+        if buffer.role == "weight" and count == numel(parameter.spec):
+            shape, stride = _integers(parameter.spec.shape), _integers(parameter.spec.stride)
+            self.weights[buffer.owner] = arena.slot(buffer.offset, shape, stride, dtype)
+        self._slots[buffer.id] = arena.slot(buffer.offset, (count,), (1,), dtype)
+
+    def slot(self, buffer: Buffer) -> torch.Tensor:
+        """The flat tensor of a planned buffer."""
+        return self._slots[buffer.id]
+
+    def of_parameter(self, name: str, role: str) -> Iterator[Buffer]:
+        for buffer in self.buffers.values():
+            if buffer.owner == name and buffer.role == role:
+                yield buffer
+
+
+def numel(spec: g.TensorSpec) -> int:
+    """Elements of a parameter; parameters have no symbolic sizes."""
+    return g.element_count(spec, {})
+
+
+def _integers(sizes: list[g.Size]) -> tuple[int, ...]:
+    return tuple(g.evaluate_size(size, {}) for size in sizes)
+
+
+def flat(tensor: torch.Tensor, like: g.TensorSpec) -> torch.Tensor:
+    """The elements of `tensor` in the storage order of a parameter of spec `like`, as one dimension."""
+    stride = _integers(like.stride)
+    if tensor.stride() != stride:
+        dense = torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
