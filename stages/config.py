@@ -1,11 +1,98 @@
-"""The configuration's schema: one dataclass per Hydra group, and sizes as text."""
+"""The configuration's schema: one dataclass per Hydra group, and sizes as text.
+
+Needs neither Hydra nor OmegaConf: a stage reads the composed configuration from JSON
+(`load_composed`), so that the training process does not hold the libraries that composed it.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+import msgspec
+
+from stages.artifacts.errors import ConfigError
+
+#: what OmegaConf calls a value that must be given
+MISSING: Any = "???"
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async")
+DEVICES = ("auto", "cpu", "cuda")
+DATASETS = ("text", "tokens", "random")
+MODEL_SOURCES = ("transformers", "directory", "module")
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*")
+_SIZE_EXPECTED = "a positive size such as 8GB (10^9 bytes), 8GiB (2^30 bytes), 1200MB or a count of bytes"
+
+
+def parse_size(text: str | int, key: str) -> int:
+    """The bytes that `text` stands for: 8GB, 8GiB, 8gb, 1.5GB, 8192MB, 1000000.
+
+    GB is 10^9 bytes and GiB 2^30; a bare integer is bytes. Letters may have any case, except that
+    a lower-case b after a capital, as in 8Gb, means bits and is refused.
+
+    Args:
+        key: The configuration key, for the message.
+
+    Raises:
+        ConfigError: `text` is no size, or not positive.
+    """
+    found = str(text)
+
+    def refuse(why: str) -> ConfigError:
+        message = f"{key}={found} {why}; expected {_SIZE_EXPECTED}"
+        return ConfigError(message, key=key, found=found, expected=_SIZE_EXPECTED)
+
+    match = _SIZE.fullmatch(found)
+    if match is None:
+        raise refuse("is not a size")
+    whole, fraction, unit = match.group(1), match.group(2) or "", match.group(3)
+    if unit.endswith("b") and unit != unit.lower():
+        raise refuse("counts bits (a small b after a capital letter)")
+    if unit.lower() not in _UNITS and unit:
+        raise refuse(f"has the unknown unit {unit}")
+    if fraction and not unit:
+        raise refuse("is not a whole number of bytes")
+    size, remainder = divmod(int(whole + fraction) * _UNITS[unit.lower() or "b"], 10 ** len(fraction))
+    if remainder:
+        raise refuse("is not a whole number of bytes")
+    if size == 0:
+        raise refuse("is zero")
+    return size
+
+
+def format_size(size_bytes: int) -> str:
+    """Bytes as text in the one unit of all reports, MB (10^6 bytes), rounded up to a tenth.
+
+    `parse_size` reads it back: a budget that is printed can be given.
+    """
+    return f"{math.ceil(size_bytes / 10**5) / 10:.1f}MB"
+
+
+def _require(condition: bool, key: str, found: object, expected: str) -> None:
+    """Raises a ConfigError that names `key`, unless `condition` holds or the value is not given yet."""
+    if not condition and found != MISSING:
+        raise ConfigError(
+            f"{key}={found} cannot be used; expected {expected}", key=key, found=str(found), expected=expected
+        )
+
+
+def _require_one_of(key: str, found: str, options: tuple[str, ...]) -> None:
+    _require(found in options, key, found, "one of " + ", ".join(options))
+
+
+def _require_optional_size(key: str, found: str) -> None:
+    if found:
+        parse_size(found, key)
 
 
 @dataclass
@@ -24,14 +111,30 @@ class ModelConfig:
     path: str = ""  # source "directory"
     inputs: list[str] = field(default_factory=lambda: ["input_ids", "labels"])  # fed with tokens
 
+    def __post_init__(self) -> None:
+        _require_one_of("model.source", self.source, MODEL_SOURCES)
+        if self.source == "directory":
+            _require(bool(self.path), "model.path", self.path, "the folder of a saved Hugging Face model")
+        if self.source == "module":
+            _require("." in self.target, "model.target", self.target, "a class by name, as in package.Class")
+        _require(bool(self.inputs), "model.inputs", self.inputs, "at least one input name")
+
 
 @dataclass
 class DataConfig:
     name: str = MISSING  # "text" | "tokens" | "random"
-    path: str = ""
-    tokenizer: str = "bytes"  # or a folder
+    path: str = ""  # text: file or folder, "": Python's own sources; tokens: an .npy file
+    tokenizer: str = "bytes"  # or a folder with a saved Hugging Face tokenizer
     batch_size: int = 4
-    seq_len: int = 512
+    seq_len: int = 256
+
+    def __post_init__(self) -> None:
+        _require_one_of("data.name", self.name, DATASETS)
+        _require(self.batch_size >= 1, "data.batch_size", self.batch_size, "at least 1")
+        _require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
+        _require(bool(self.tokenizer), "data.tokenizer", self.tokenizer, "bytes or the folder of a tokenizer")
+        if self.name == "tokens":
+            _require(bool(self.path), "data.path", self.path, "an .npy file of int64 [rows, seq_len]")
 
 
 @dataclass
@@ -44,17 +147,34 @@ class OptimizerConfig:
     momentum: float = 0.0
     arguments: dict[str, Any] = field(default_factory=dict)  # anything else that the class takes
 
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "optimizer.name", self.name, "adamw, adam, sgd or a class by name")
+        for key in ("lr", "eps", "weight_decay", "momentum"):
+            value = getattr(self, key)
+            in_range = math.isfinite(value) and value >= 0
+            _require(in_range, f"optimizer.{key}", value, "a finite number, at least 0")
+        in_range = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        _require(in_range, "optimizer.betas", self.betas, "two numbers from 0 up to, not including, 1")
+
 
 @dataclass
 class SolverConfig:
     name: str = MISSING  # resident | layerwise | greedy_sync | greedy_async
     time_limit_s: float = 10.0
 
+    def __post_init__(self) -> None:
+        _require_one_of("solver.name", self.name, SOLVERS)
+        _require(self.time_limit_s > 0, "solver.time_limit_s", self.time_limit_s, "more than 0 seconds")
+
 
 @dataclass
 class DeviceConfig:
     name: str = MISSING  # auto | cpu | cuda
     threads: int = 0  # 0: what torch chooses
+
+    def __post_init__(self) -> None:
+        _require_one_of("device.name", self.name, DEVICES)
+        _require(self.threads >= 0, "device.threads", self.threads, "at least 0 (0: what torch chooses)")
 
 
 @dataclass
@@ -63,11 +183,18 @@ class TiersConfig:
     host_budget: str = ""
     disk_budget: str = ""
 
+    def __post_init__(self) -> None:
+        _require_optional_size("tiers.host_budget", self.host_budget)
+        _require_optional_size("tiers.disk_budget", self.disk_budget)
+
 
 @dataclass
 class TraceConfig:
     granularity: str = "block"  # block | fine
     dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        _require_one_of("trace.granularity", self.granularity, ("block", "fine"))
 
 
 @dataclass
@@ -82,10 +209,17 @@ class EvalConfig:
     batches: int = 1
     path: str = ""
 
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "eval.every", self.every, "at least 0 (0: never)")
+        _require(self.batches >= 1, "eval.batches", self.batches, "at least 1")
+
 
 @dataclass
 class RuntimeConfig:
     lane: str = "cpu"  # cpu | adversarial (tests)
+
+    def __post_init__(self) -> None:
+        _require_one_of("runtime.lane", self.lane, ("cpu", "adversarial"))
 
 
 @dataclass
@@ -107,3 +241,36 @@ class RunConfig:
     steps: int = 20
     seed: int = 0
     store: str = ""
+
+    def __post_init__(self) -> None:
+        if self.budget != MISSING:
+            parse_size(self.budget, "budget")
+        _require_one_of("precision", self.precision, PRECISIONS)
+        _require(self.steps >= 1, "steps", self.steps, "at least 1")
+        # torch.manual_seed takes this range; NumPy's generators refuse negative seeds
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")
+
+    @property
+    def budget_bytes(self) -> int:
+        return parse_size(self.budget, "budget")
+
+
+def load_composed(path: Path) -> RunConfig:
+    """Reads the configuration that `save_composed` wrote.
+
+    Raises:
+        ConfigError: The file is missing, or holds what the schema does not know.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{path} is not a composed configuration: {error}. Run `python -m stages.run` without --composed",
+            key="composed",
+            found=str(path),
+        ) from error
+
+
+def save_composed(config: RunConfig, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
