@@ -1,0 +1,162 @@
+"""Memory gauges of this process, and what its allocator does with freed blocks.
+
+Reads /proc and calls glibc through ctypes; no torch. glibc raises its own mapping threshold each
+time that a mapped block is freed, after which freed memory stays in the process: the peak is then
+above what counting bytes predicts. `give_back_large_blocks` switches that off; `keep_pages` is the
+opposite choice, which saves page faults where the budget has room. Sources: mallopt(3), proc(5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+#: parameters of mallopt(3), from glibc's malloc.h
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_THRESHOLD = -3
+_MMAP_MAX = -4
+_ARENA_MAX = -8
+
+#: mallopt takes a C int, so no threshold can be larger than this
+_LARGEST_SETTING_BYTES = 2**31 - 1
+#: glibc refuses a mapping threshold above half of its largest heap (HEAP_MAX_SIZE / 2 on 64 bits)
+_LARGEST_MMAP_THRESHOLD_BYTES = 32 * 2**20
+#: glibc's own limit of mapped blocks (DEFAULT_MMAP_MAX) is 65,536; a training step stays far below it
+_MMAP_COUNT = 65_536
+#: unused memory at the top of the heap that is given back at once; below it, the cost of asking
+#: for it again would exceed what it saves
+_SMALL_TRIM_BYTES = 128 * 1024
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now (VmRSS: anonymous, file and shared pages)."""
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident memory of this process since its start or the last `reset_peak` (VmHWM)."""
+    return _status_bytes("VmHWM")
+
+
+def reset_peak() -> bool:
+    """Sets the peak to the present resident memory.
+
+    Returns:
+        False where the kernel does not let this process do so: the peak then covers all its life.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def allocator_path() -> str:
+    """The file of the library that serves `malloc` here: glibc's, or that of a preloaded allocator."""
+    library = ctypes.CDLL(None)
+    found = _SymbolInfo()
+    address = ctypes.cast(library.malloc, ctypes.c_void_p)
+    if not library.dladdr(address, ctypes.byref(found)) or not found.file_name:
+        return ""
+    return os.fsdecode(found.file_name)
+
+
+def trim() -> bool:
+    """Gives free heap memory back to the system. Returns whether the allocator can do so at all."""
+    library = _glibc()
+    if library is None:
+        return False
+    library.malloc_trim(0)
+    return True
+
+
+def give_back_large_blocks(threshold_bytes: int) -> bool:
+    """Makes every block of `threshold_bytes` or more leave the process the moment it is freed.
+
+    Each such block gets a mapping of its own. Call it before the first large allocation and before
+    threads start, since arenas that exist are kept.
+
+    Args:
+        threshold_bytes: At most 32 MiB, which is as far as glibc goes.
+
+    Returns:
+        False where `malloc` is not glibc's: freed memory may then stay in the process.
+    """
+    if not 0 < threshold_bytes <= _LARGEST_MMAP_THRESHOLD_BYTES:
+        raise ValueError(
+            f"threshold of {threshold_bytes} bytes; expected 1 to {_LARGEST_MMAP_THRESHOLD_BYTES} (32 MiB)"
+        )
+    return _set_options(
+        {
+            # One arena: blocks freed by a lane's thread go back to where the main thread allocates.
+            _ARENA_MAX: 1,
+            _MMAP_MAX: _MMAP_COUNT,
+            _MMAP_THRESHOLD: threshold_bytes,
+            _TRIM_THRESHOLD: _SMALL_TRIM_BYTES,
+            _TOP_PAD: 0,
+        }
+    )
+
+
+def keep_pages(limit_bytes: int) -> bool:
+    """Keeps up to `limit_bytes` of freed memory at the top of the heap for the next allocation.
+
+    Nothing is mapped on its own, so a block that is allocated again costs no page faults. The peak
+    may exceed the live bytes by `limit_bytes` and by fragmentation.
+
+    Args:
+        limit_bytes: More than 2^31 - 1 is taken as that, the largest that mallopt accepts.
+
+    Returns:
+        False where `malloc` is not glibc's: it decides by itself what it keeps.
+    """
+    if limit_bytes < 0:
+        raise ValueError(f"limit of {limit_bytes} bytes; expected 0 or more")
+    return _set_options(
+        {
+            _ARENA_MAX: 1,
+            _MMAP_MAX: 0,
+            _TRIM_THRESHOLD: min(limit_bytes, _LARGEST_SETTING_BYTES),
+            _TOP_PAD: _SMALL_TRIM_BYTES,
+        }
+    )
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dladdr(3)."""
+
+    _fields_ = [
+        ("file_name", ctypes.c_char_p),
+        ("file_base", ctypes.c_void_p),
+        ("symbol_name", ctypes.c_char_p),
+        ("symbol_address", ctypes.c_void_p),
+    ]
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == field:
+            return int(rest.split()[0]) * 1024  # given in kB
+    raise OSError(f"/proc/self/status has no {field}; this needs Linux with /proc mounted")
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """glibc, where it is what serves `malloc`; None under musl or a preloaded allocator."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return None
+    name = Path(allocator_path()).name
+    return library if name.startswith(("libc.so", "libc-")) else None
+
+
+def _set_options(options: dict[int, int]) -> bool:
+    library = _glibc()
+    if library is None:
+        return False
+    # A list, not a generator: one refused option must not keep the others from being set.
+    return all([library.mallopt(option, value) == 1 for option, value in options.items()])
