@@ -104,10 +104,15 @@ def _integers(sizes: list[g.Size]) -> tuple[int, ...]:
     return tuple(g.evaluate_size(size, {}) for size in sizes)
 
 
-def flat(tensor: torch.Tensor, like: g.TensorSpec) -> torch.Tensor:
-    """The elements of `tensor` in the storage order of a parameter of spec `like`, as one dimension."""
-    stride = _integers(like.stride)
-    if tensor.stride() != stride:
-        dense = torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype)
-        tensor = dense.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+def in_order_of(tensor: torch.Tensor, spec: g.TensorSpec) -> torch.Tensor:
+    """`tensor` with the strides of a parameter of spec `spec`; itself where it has them already."""
+    stride = _integers(spec.stride)
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def flat(tensor: torch.Tensor, spec: g.TensorSpec) -> torch.Tensor:
+    """The elements of `tensor` in the storage order of a parameter of spec `spec`, as one dimension."""
+    ordered = in_order_of(tensor, spec)
+    return ordered.as_strided((ordered.numel(),), (1,), ordered.storage_offset())

@@ -1,0 +1,303 @@
+"""The compute lane's instructions: forward, recompute, backward, update, evaluate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from stages.artifacts import graph as g
+from stages.artifacts.plan import Buffer, Instruction, Phase
+from stages.optim.kernel import UpdateKernel
+from stages.region import autograd
+from stages.region.interpreter import RegionFunction, node_references
+from stages.runtime.state import StepState, TrainingState, flat, in_order_of, numel
+
+#: operators whose backward sends each weight one gradient, so that sums over regions may be made
+#: outside the engine without regrouping
+_ONE_GRADIENT_PER_USE = ("aten.linear.", "aten.embedding.", "aten.addmm.", "aten.mm.", "aten.layer_norm.")
+
+#: elements that one pass of the finite check looks at, so that its mask stays small
+_CHECK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What may change between steps."""
+
+    learning_rate: float
+    loss_scale: float = 1.0
+
+
+class Compute:
+    """Carries out compute instructions of one graph on the training state.
+
+    Args:
+        graph: Training or evaluation graph.
+        state: Weights and buffers, shared by both graphs.
+        kernel: The optimizer's update.
+    """
+
+    def __init__(self, graph: g.RegionGraph, state: TrainingState, kernel: UpdateKernel) -> None:
+        self._graph = graph
+        self._state = state
+        self._kernel = kernel
+        device = torch.device("cpu")
+        self._functions = [RegionFunction(graph, region, device) for region in graph.regions]
+        self._value_requires_grad = {value.name for value in graph.values if value.requires_grad}
+        self._seeded = [_weights_with_several_gradients(graph, region) for region in graph.regions]
+        self._region_index = {region.name: index for index, region in enumerate(graph.regions)}
+        self._seeded_somewhere = frozenset[str]().union(*self._seeded)
+        self.step = StepState()
+        self.sizes: dict[str, int] = {}
+        self.settings = StepSettings(learning_rate=0.0)
+
+    def begin(self, batch: dict[str, torch.Tensor], sizes: dict[str, int], settings: StepSettings) -> None:
+        self.step = StepState(values=dict(batch))
+        self.sizes = sizes
+        self.settings = settings
+
+    def perform(self, instruction: Instruction, completes: tuple[str, ...] = ()) -> None:
+        """Runs one instruction.
+
+        Args:
+            completes: Parameters whose gradient is complete once this backward has run.
+        """
+        match instruction.operation:
+            case "forward":
+                self._forward(instruction)
+            case "recompute":
+                self._recompute(instruction)
+            case "backward":
+                self._backward(instruction, completes)
+            case "update":
+                self._update(instruction)
+            case "evaluate":
+                self._evaluate(instruction)
+            case "free":
+                pass
+            case other:
+                raise ValueError(f"the compute lane cannot {other}")
+
+    def region_index(self, name: str) -> int:
+        return self._region_index[name]
+
+    # forward and backward
+
+    def lookup(self, name: str) -> torch.Tensor:
+        """The present tensor of a weight, buffer or value."""
+        if name in self._state.weights:
+            return self._state.weights[name]
+        if name in self._state.persistent:
+            return self._state.persistent[name]
+        return self.step.values[name]
+
+    def _tensors(self, region: g.Region) -> dict[str, torch.Tensor]:
+        return {name: self.lookup(name) for name in (*region.inputs, *region.parameters)}
+
+    def _gradients_of(self, region: g.Region) -> frozenset[str]:
+        values = {name for name in region.inputs if name in self._value_requires_grad}
+        return frozenset(values | set(region.gradients))
+
+    def _forward(self, instruction: Instruction) -> None:
+        region = self._graph.regions[instruction.region]
+        keep = instruction.mode == "keep"
+        if not keep:
+            if region.random:
+                self.step.rng[instruction.region] = torch.get_rng_state()
+            self.step.buffers_before[instruction.region] = {
+                name: self._state.persistent[name].clone() for name in region.mutates
+            }
+        outputs, tape = self._run(instruction.region, self._tensors(region), keep=keep)
+        if keep:
+            self.step.tapes[instruction.region] = tape
+        self._take_outputs(instruction, outputs)
+
+    def _run(
+        self, index: int, tensors: dict[str, torch.Tensor], *, keep: bool
+    ) -> tuple[dict[str, torch.Tensor], autograd.Tape]:
+        return autograd.forward(
+            self._functions[index],
+            tensors,
+            self.sizes,
+            gradients_of=self._gradients_of(self._graph.regions[index]),
+            keep=keep,
+            lookup=self.lookup,
+        )
+
+    def _take_outputs(self, instruction: Instruction, outputs: dict[str, torch.Tensor]) -> None:
+        """Keeps the outputs that the program has buffers for, and the loss."""
+        if self._graph.loss in outputs:
+            self.step.loss = outputs[self._graph.loss].clone()
+        buffers = self._state.buffers
+        written = {buffers[access.buffer].owner for access in instruction.writes}
+        for name, output in outputs.items():
+            if name in written:
+                self.step.values[name] = output
+
+    def _recompute(self, instruction: Instruction) -> None:
+        """Forward again for its activations, as if for the first time, and without a trace in RNG or buffers."""
+        region = self._graph.regions[instruction.region]
+        tensors = self._tensors(region)
+        tensors.update(self.step.buffers_before.pop(instruction.region, {}))
+        now = torch.get_rng_state() if region.random else None
+        if now is not None:
+            torch.set_rng_state(self.step.rng.pop(instruction.region))
+        try:
+            _, tape = self._run(instruction.region, tensors, keep=True)
+        finally:
+            if now is not None:
+                torch.set_rng_state(now)
+        self.step.tapes[instruction.region] = tape
+
+    def _backward(self, instruction: Instruction, completes: tuple[str, ...]) -> None:
+        region = self._graph.regions[instruction.region]
+        step = self.step
+        tape = step.tapes.pop(instruction.region)
+        received = {
+            name: step.value_gradients[name] for name in tape.outputs if name in step.value_gradients
+        }
+        if self._graph.loss in tape.outputs:
+            assert step.loss is not None, "backward of the loss before its forward"
+            received[self._graph.loss] = self._loss_gradient(step.loss, received.get(self._graph.loss))
+        sums = {name: step.value_gradients[name] for name in region.inputs if name in step.value_gradients}
+        for name in self._seeded[instruction.region]:
+            if name in step.gradients:
+                sums[name] = step.gradients.pop(name)
+        gradients = autograd.backward(tape, received, sums)
+        del tape, received, sums
+        for name in list(gradients):
+            self._take_gradient(name, gradients.pop(name), instruction.region)
+        for name in completes:
+            self._check(name)
+
+    def _loss_gradient(self, loss: torch.Tensor, later: torch.Tensor | None) -> torch.Tensor:
+        """What `(loss.float() * scale).backward()` sends to the loss."""
+        seed = torch.full_like(loss, 1.0)
+        if self.settings.loss_scale != 1.0:
+            seed = torch.full_like(loss, self.settings.loss_scale, dtype=torch.float32).to(loss.dtype)
+        return seed if later is None else seed + later
+
+    def _take_gradient(self, name: str, gradient: torch.Tensor | None, region: int) -> None:
+        if gradient is None:
+            return
+        if name in self._value_requires_grad:
+            self.step.value_gradients[name] = gradient
+        elif name not in self.step.gradients or name in self._seeded[region]:
+            self.step.gradients[name] = gradient
+        elif gradient.dim() < 2 or name in self._seeded_somewhere:
+            # may share memory with another gradient (autograd hands one tensor to both sides of a sum)
+            self.step.gradients[name] = self.step.gradients[name] + gradient
+        else:
+            self.step.gradients[name].add_(gradient)
+
+    def _check(self, name: str) -> None:
+        """Norm and finiteness of a complete gradient."""
+        gradient = self.step.gradients.get(name)
+        if gradient is None:
+            return
+        spec = self._state.parameters[name].spec
+        gradient = self.step.gradients[name] = in_order_of(gradient, spec)
+        self.step.norms[name] = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        if self._graph.precision == "fp16":
+            pieces = flat(gradient, spec).split(_CHECK_ELEMENTS)
+            if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
+                self.step.non_finite.append(name)
+
+    # update
+
+    def _update(self, instruction: Instruction) -> None:
+        """The optimizer on elements [start, start + count) of one parameter."""
+        name = instruction.parameter
+        gradient = self._gradient_piece(instruction)
+        if gradient is None:
+            return  # nothing reached this parameter: eager leaves it alone too
+        weight = self._piece(instruction, "weight")
+        assert weight is not None, f"update of {name} without its weight"
+        master = self._piece(instruction, "master")
+        states = {
+            buffer.state: self._slice(buffer, instruction)
+            for buffer in self._touched(instruction)
+            if buffer.role == "state"
+        }
+        count = self._state.update_counts.get(name, 0) + 1
+        if master is None:
+            self._kernel.update(weight, gradient, states, count, self.settings.learning_rate)
+            return
+        self._kernel.update_low_precision(
+            weight,
+            master,
+            gradient,
+            states,
+            count,
+            self.settings.learning_rate,
+            inverse_scale=1.0 / self.settings.loss_scale,
+        )
+
+    def _gradient_piece(self, instruction: Instruction) -> torch.Tensor | None:
+        name = instruction.parameter
+        if name not in self.step.norms:
+            return None
+        start, stop = instruction.start, instruction.start + instruction.count
+        for buffer in self._touched(instruction):
+            if buffer.role == "gradient" and buffer.offset is not None:
+                return self._slice(buffer, instruction)
+        gradient = self.step.gradients[name]
+        return flat(gradient, self._state.parameters[name].spec)[start:stop]
+
+    def _touched(self, instruction: Instruction) -> list[Buffer]:
+        """Buffers of the instruction's parameter that it reads or writes, each once."""
+        ids = dict.fromkeys(access.buffer for access in (*instruction.reads, *instruction.writes))
+        return [self._state.buffers[buffer] for buffer in ids]
+
+    def _piece(self, instruction: Instruction, role: str) -> torch.Tensor | None:
+        for buffer in self._touched(instruction):
+            if buffer.role == role:
+                return self._slice(buffer, instruction)
+        return None
+
+    def _slice(self, buffer: Buffer, instruction: Instruction) -> torch.Tensor:
+        slot = self._state.slot(buffer)
+        spec = self._state.parameters[instruction.parameter].spec
+        if slot.numel() != numel(spec) and buffer.role == "state" and instruction.count == numel(spec):
+            return slot  # a whole parameter's state need not be of the parameter's size
+        start = instruction.start - buffer.start
+        return slot[start : start + instruction.count]
+
+    # evaluation
+
+    def _evaluate(self, instruction: Instruction) -> None:
+        region = self._graph.regions[instruction.region]
+        with torch.no_grad():
+            outputs = self._functions[instruction.region](self._tensors(region), self.sizes)
+        self._take_outputs(instruction, outputs)
+
+
+def _weights_with_several_gradients(graph: g.RegionGraph, region: g.Region) -> frozenset[str]:
+    """Weights whose sum over regions must grow inside the engine: used more than once here, or by
+    an operator that may send them several gradients."""
+    uses: Counter[str] = Counter()
+    several: set[str] = set()
+    for node in graph.nodes[region.start : region.end]:
+        for name in node_references(node):
+            uses[name] += 1
+            if not node.op.startswith(_ONE_GRADIENT_PER_USE):
+                several.add(name)
+    return frozenset(name for name in region.gradients if uses[name] > 1 or name in several)
+
+
+def gradients_completed_by(phase: Phase, owners: dict[int, Buffer]) -> dict[int, tuple[str, ...]]:
+    """Instruction id -> parameters whose gradient it makes complete (its last writer)."""
+    last: dict[str, int] = {}
+    for instruction in phase.instructions:
+        if instruction.operation != "backward":
+            continue
+        for access in instruction.writes:
+            buffer = owners[access.buffer]
+            if buffer.role == "gradient":
+                last[buffer.owner] = instruction.id
+    completed: dict[int, tuple[str, ...]] = {}
+    for name, instruction_id in last.items():
+        completed[instruction_id] = (*completed.get(instruction_id, ()), name)
+    return completed

@@ -1,0 +1,117 @@
+"""The read and write lanes' instructions: bytes between the device tier and the disk."""
+
+from __future__ import annotations
+
+import torch
+
+from stages.artifacts.plan import ALIGNMENT, Buffer, Instruction
+from stages.region.autograd import span_bytes
+from stages.runtime.compute import Compute
+from stages.runtime.state import Layout, TrainingState, in_order_of
+from stages.runtime.tiers.disk import DiskFile
+
+
+class Transfers:
+    """Moves buffers between memory and their extents.
+
+    Args:
+        state: Slots of planned buffers.
+        disk: The scratch file that holds every extent.
+    """
+
+    def __init__(self, state: TrainingState, disk: DiskFile) -> None:
+        self._state = state
+        self._disk = disk
+
+    def perform(self, instruction: Instruction, compute: Compute) -> int:
+        """Runs one transfer of the step that `compute` is in.
+
+        Returns:
+            Bytes moved.
+        """
+        accesses = instruction.writes if instruction.operation == "read" else instruction.reads
+        buffer = self._state.buffers[accesses[0].buffer]
+        assert buffer.extent is not None, f"buffer {buffer.id} has no home on disk"
+        if instruction.operation == "read":
+            return self._read(buffer, buffer.extent, compute)
+        return self._write(buffer, buffer.extent, compute)
+
+    def _read(self, buffer: Buffer, extent: int, compute: Compute) -> int:
+        step = compute.step
+        if buffer.offset is not None:
+            slot = self._state.slot(buffer)
+            return self._disk.read_into(as_bytes(slot), extent)
+        if buffer.role == "saved":
+            return self._read_saved(compute.region_index(buffer.owner), extent, compute)
+        layout = step.away.pop(buffer.id, None)
+        if layout is None:
+            return 0  # nothing was written: no gradient reached this parameter or value
+        tensor = layout.new_tensor()
+        moved = self._disk.read_into(as_bytes(tensor), extent)
+        _table(buffer, compute)[buffer.owner] = tensor
+        return moved
+
+    def _write(self, buffer: Buffer, extent: int, compute: Compute) -> int:
+        if buffer.offset is not None:
+            return self._disk.write_from(as_bytes(self._state.slot(buffer)), extent)
+        if buffer.role == "saved":
+            return self._write_saved(compute.region_index(buffer.owner), extent, compute)
+        tensor = _table(buffer, compute).get(buffer.owner)
+        if tensor is None:
+            return 0
+        if buffer.role == "gradient":
+            # the update may read it back in pieces, which are cut in the weight's storage order
+            tensor = in_order_of(tensor, self._state.parameters[buffer.owner].spec)
+        compute.step.away[buffer.id] = Layout.of(tensor)
+        return self._disk.write_from(as_bytes(tensor), extent)
+
+    def _write_saved(self, region: int, extent: int, compute: Compute) -> int:
+        storages = compute.step.tapes[region].storages()
+        compute.step.saved_away[region] = [storage.nbytes() for storage in storages]
+        moved = 0
+        for storage, offset in zip(storages, _offsets(storages, extent), strict=True):
+            moved += self._disk.write_from(_storage_bytes(storage), offset)
+        return moved
+
+    def _read_saved(self, region: int, extent: int, compute: Compute) -> int:
+        storages = [torch.UntypedStorage(size) for size in compute.step.saved_away.pop(region)]
+        moved = 0
+        for storage, offset in zip(storages, _offsets(storages, extent), strict=True):
+            moved += self._disk.read_into(_storage_bytes(storage), offset)
+        compute.step.tapes[region].restore_storages(storages)
+        return moved
+
+
+def release(buffer: Buffer, compute: Compute) -> None:
+    """Ends a dynamic buffer's life in memory; what was written to its extent stays there."""
+    if buffer.role == "saved":
+        tape = compute.step.tapes.get(compute.region_index(buffer.owner))
+        if tape is not None:
+            tape.release_storages()
+    elif buffer.role in ("value", "value_gradient", "gradient"):
+        _table(buffer, compute).pop(buffer.owner, None)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in storage order, as uint8 without a copy."""
+    count = span_bytes(tensor)
+    start = tensor.storage_offset() * tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (count,), (1,))
+
+
+def _storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _offsets(storages: list[torch.UntypedStorage], extent: int) -> list[int]:
+    offsets = []
+    for storage in storages:
+        offsets.append(extent)
+        extent += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    return offsets
+
+
+def _table(buffer: Buffer, compute: Compute) -> dict[str, torch.Tensor]:
+    step = compute.step
+    tables = {"value": step.values, "value_gradient": step.value_gradients, "gradient": step.gradients}
+    return tables[buffer.role]
