@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -146,3 +146,33 @@ def operator_name(overload: object) -> str:
         resolve(name)
         return name
     raise _refuse(str(overload), "it is no ATen operator")
+
+
+def dtype(name: str) -> torch.dtype:
+    """The dtype called `name`. Raises ArtifactError for an unknown one."""
+    return _by_name(DTYPES, name, "dtype")
+
+
+def layout(name: str) -> torch.layout:
+    """The layout called `name`. Raises ArtifactError for an unknown one."""
+    return _by_name(LAYOUTS, name, "layout")
+
+
+def memory_format(name: str) -> torch.memory_format:
+    """The memory format called `name`. Raises ArtifactError for an unknown one."""
+    return _by_name(MEMORY_FORMATS, name, "memory format")
+
+
+def special_float(name: str) -> float:
+    """The float that JSON cannot hold. Raises ArtifactError for an unknown one."""
+    return _by_name(SPECIAL_FLOATS, name, "float")
+
+
+_Item = TypeVar("_Item")
+
+
+def _by_name(table: dict[str, _Item], name: str, what: str) -> _Item:
+    if name not in table:
+        expected = ", ".join(table)
+        raise ArtifactError(f"found {what} {name!r}; expected one of {expected}", found=name, expected=expected)
+    return table[name]
