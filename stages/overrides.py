@@ -49,24 +49,32 @@ def known_key(key: str, keys: Mapping[str, Any]) -> bool:
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str | None:
-    """The schema's key most like `key`, compared whole and by its last part."""
+    """The one of `keys` most like `key`: in the same section, else whole, else by its last part."""
     candidates = list(keys)
-    whole = difflib.get_close_matches(key, candidates, n=1, cutoff=0.6)
+    section, _, last = key.rpartition(".")
+    siblings = [name for name in candidates if section and name.rpartition(".")[0] == section]
+    if siblings:
+        close = difflib.get_close_matches(key[len(section) :], [name[len(section) :] for name in siblings], n=1)
+        return section + close[0] if close else None
+    whole = difflib.get_close_matches(key, candidates, n=1)
     if whole:
         return whole[0]
-    lasts = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}
-    last = difflib.get_close_matches(key.rpartition(".")[2], lasts, n=1, cutoff=0.6)
-    return lasts[last[0]] if last else None
+    by_last = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+    close = difflib.get_close_matches(last, by_last, n=1)
+    return by_last[close[0]] if close else None
 
 
 def unknown_key_error(key: str, keys: Iterable[str], extra: str = "") -> ConfigError:
+    """The refusal of `key`, with the nearest of `keys` or those that could have been meant."""
     candidates = list(keys)
     nearest = nearest_key(key, candidates)
     section = key.rpartition(".")[0]
     siblings = [name for name in candidates if section and name.startswith(f"{section}.")]
-    expected = nearest or ", ".join(siblings or candidates)
-    hint = f"did you mean {nearest}?" if nearest else f"known keys: {expected}"
-    return ConfigError(f"{key} is not a key of the configuration; {hint}{extra}", key=key, found=key, expected=expected)
+    top = sorted({name.partition(".")[0] for name in candidates})
+    expected = nearest or ", ".join(siblings or top)
+    hint = f"did you mean {nearest}?" if nearest else f"expected one of: {expected}"
+    message = f"{key} is not a key of the configuration; {hint}{extra}"
+    return ConfigError(message, key=key, found=key, expected=expected)
 
 
 def check_composed(content: Mapping[str, Any]) -> None:

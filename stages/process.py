@@ -1,0 +1,245 @@
+"""Running a stage in a process of its own: both ends.
+
+The parent starts `python -m MODULE --composed FILE --in KIND=PATH --out KIND=PATH ...`, passes
+signals on, and says how a child died. The child reads its order, works, and reports its own peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import msgspec
+
+from stages.artifacts import envelope
+from stages.artifacts.envelope import Provenance
+from stages.artifacts.errors import ArtifactError, StageError
+from stages.artifacts.graph import Struct
+from stages.config import RunConfig, load_composed
+
+#: stage -> module
+MODULES = {
+    "trace": "stages.trace",
+    "profile": "stages.trace.profile",
+    "solve": "stages.solve",
+    "runtime": "stages.runtime",
+    "report": "stages.report",
+}
+
+#: what every stage process gets in its environment unless the person has set it
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",  # progress appears while a stage works
+    # a fork of a process that has used a tokenizer would otherwise print a warning
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+REFUSED = 2
+_GRACE_S = 5.0
+_PARENT = "STAGES_PARENT"
+_PR_SET_PDEATHSIG = 1
+
+Artifact = TypeVar("Artifact", bound=Struct)
+
+
+def peak_bytes() -> int:
+    """The largest resident memory that this process has had, interpreter included (VmHWM)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except FileNotFoundError:  # not Linux; bytes on macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can change an artifact, read without importing any of it."""
+    return {
+        "python": ".".join(str(part) for part in sys.version_info[:3]),
+        **{name: metadata.version(name) for name in ("torch", "transformers", "numpy", "msgspec")},
+    }
+
+
+# ---------------------------------------------------------------- the parent's end
+
+
+def stage_command(
+    stage: str,
+    composed: Path,
+    run_folder: Path,
+    *,
+    inputs: Mapping[str, Path],
+    outputs: Mapping[str, Path],
+    key: str = "",
+) -> list[str]:
+    """The command line that runs `stage` alone on given files."""
+    line = [sys.executable, "-m", MODULES[stage], "--composed", str(composed), "--run-dir", str(run_folder)]
+    for flag, paths in (("--in", inputs), ("--out", outputs)):
+        for kind, path in paths.items():
+            line += [flag, f"{kind}={path}"]
+    return [*line, "--key", key] if key else line
+
+
+def stage_environment(config: RunConfig) -> dict[str, str]:
+    environment = {**ENVIRONMENT, **os.environ, _PARENT: str(os.getpid())}
+    if config.device.threads:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            environment[name] = str(config.device.threads)
+    return environment
+
+
+def run_child(command: list[str], environment: Mapping[str, str]) -> int:
+    """Runs `command` to its end and returns its exit code (negative: minus the signal's number).
+
+    Output goes where this process's goes. SIGINT and SIGTERM are passed on, and a child that does
+    not end within five seconds is killed.
+    """
+    child = subprocess.Popen(command, env=dict(environment))
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if not received:
+            child.send_signal(number)
+        received.append(number)
+
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            try:
+                code = child.wait(timeout=_GRACE_S if received else 0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if received:
+                    child.kill()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return -received[0] if received else code
+
+
+def describe_end(stage: str, code: int) -> str:
+    """Why a stage that gave no reason itself has ended."""
+    if code == -signal.SIGKILL:
+        return (
+            f"the {stage} stage was killed (SIGKILL); most likely the system or its memory limit ran out of "
+            f"memory. Is the limit at least as large as budget?"
+        )
+    if code < 0:
+        return f"the {stage} stage was ended by {signal.Signals(-code).name}"
+    return f"the {stage} stage failed with exit code {code}; the traceback above says where"
+
+
+def exit_code(code: int) -> int:
+    """What a shell reports for a child's `code`: 128 + the signal's number."""
+    return 128 - code if code < 0 else code
+
+
+# ---------------------------------------------------------------- the child's end
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a stage process was told to do."""
+
+    config: RunConfig
+    run_folder: Path
+    inputs: dict[str, Path] = field(default_factory=dict)
+    outputs: dict[str, Path] = field(default_factory=dict)
+    key: str = ""
+
+    def load(self, record: type[Artifact]) -> Artifact:
+        return self.load_with_provenance(record)[0]
+
+    def load_with_provenance(self, record: type[Artifact]) -> tuple[Artifact, Provenance]:
+        """Reads the input of type `record`.
+
+        Raises:
+            ArtifactError: It was not given, or is damaged.
+        """
+        kind = next(kind for kind, known in envelope.KINDS.items() if known is record)
+        if kind not in self.inputs:
+            raise ArtifactError(f"no {kind} was given; expected --in {kind}=PATH", key=kind)
+        return envelope.load_with_provenance(self.inputs[kind], record)
+
+    def save(self, artifact: Struct) -> None:
+        """Writes `artifact` where the order says, with this process's peak so far."""
+        kind = envelope.kind_of(artifact)
+        msgspec.json.encode(artifact)  # the peak of encoding belongs to the peak that is recorded
+        hashes = {name: envelope.content_hash(path) for name, path in self.inputs.items()}
+        provenance = Provenance(key=self.key, versions=versions(), peak_bytes=peak_bytes())
+        envelope.save(self.outputs[kind], artifact, inputs=hashes, provenance=provenance)
+
+
+def _parse_order(arguments: list[str]) -> Order:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--composed", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--in", dest="inputs", action="append", default=[], metavar="KIND=PATH")
+    parser.add_argument("--out", dest="outputs", action="append", default=[], metavar="KIND=PATH")
+    parser.add_argument("--key", default="")
+    parsed = parser.parse_args(arguments)
+
+    def paths(items: list[str]) -> dict[str, Path]:
+        return {kind: Path(path) for kind, _, path in (item.partition("=") for item in items)}
+
+    config = load_composed(parsed.composed)
+    return Order(config, parsed.run_dir, paths(parsed.inputs), paths(parsed.outputs), parsed.key)
+
+
+def stage_main(stage: str, work: Callable[[Order], None]) -> None:
+    """The whole of a stage's `__main__`: alone it composes and hands over, with --composed it works."""
+    arguments = sys.argv[1:]
+    if "--composed" not in arguments:
+        from stages import cli  # Hydra, which the working process must not hold
+
+        cli.main(lambda file, run_folder: pipeline_command(file, run_folder, only=stage), arguments)
+    run_folder = Path(arguments[arguments.index("--run-dir") + 1]) if "--run-dir" in arguments else Path()
+    die_with_parent()
+    try:
+        work(_parse_order(arguments))
+    except StageError as error:
+        report_error(error.to_record(), run_folder)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
+    except Exception as error:
+        report_error(_crash_record(error), run_folder)
+        raise
+
+
+def pipeline_command(composed: Path, run_folder: Path, only: str = "") -> list[str]:
+    """The command line that runs the stages (or `only` one) of a composed configuration."""
+    line = [sys.executable, "-m", "stages.run", "--composed", str(composed), "--run-dir", str(run_folder)]
+    return [*line, "--only", only] if only else line
+
+
+def report_error(record: Mapping[str, object], run_folder: Path) -> None:
+    """Writes error.json into `run_folder`."""
+    envelope.write_atomically(run_folder / "error.json", msgspec.json.format(msgspec.json.encode(record)))
+
+
+def _crash_record(error: Exception) -> dict[str, object]:
+    """error.json of an exception that no refusal foresaw: its type, and the file and line."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    return {**StageError(message, found=type(error).__name__).to_record(), "kind": "crash"}
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent dies, however it dies (kill -9 included)."""
+    parent = os.environ.get(_PARENT)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
