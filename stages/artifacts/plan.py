@@ -123,6 +123,8 @@ class Placement(Struct):
     chunk_elements: int  # elements of one update chunk, a multiple of 1024
     #: region index -> how many regions ahead of its use its weights are fetched (>= 0)
     prefetch: list[int]
+    #: update chunks on the device at once: 1 is read, updated and written alone, 3 overlap all lanes
+    chunk_slots: int = 2
 
 
 class Prediction(Struct):
