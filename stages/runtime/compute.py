@@ -58,6 +58,10 @@ class Compute:
         self.sizes = sizes
         self.settings = settings
 
+    def end(self) -> None:
+        """Lets go of everything that the step held."""
+        self.step = StepState()
+
     def perform(self, instruction: Instruction, completes: tuple[str, ...] = ()) -> None:
         """Runs one instruction.
 
@@ -155,9 +159,7 @@ class Compute:
         region = self._graph.regions[instruction.region]
         step = self.step
         tape = step.tapes.pop(instruction.region)
-        received = {
-            name: step.value_gradients[name] for name in tape.outputs if name in step.value_gradients
-        }
+        received = {name: step.value_gradients[name] for name in tape.outputs if name in step.value_gradients}
         if self._graph.loss in tape.outputs:
             assert step.loss is not None, "backward of the loss before its forward"
             received[self._graph.loss] = self._loss_gradient(step.loss, received.get(self._graph.loss))

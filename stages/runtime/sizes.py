@@ -41,9 +41,7 @@ def _check_names(graph: g.RegionGraph, batch: Mapping[str, torch.Tensor]) -> Non
         )
 
 
-def _bind_input(
-    graph: g.RegionGraph, spec: g.InputSpec, tensor: torch.Tensor, sizes: dict[str, int]
-) -> None:
+def _bind_input(graph: g.RegionGraph, spec: g.InputSpec, tensor: torch.Tensor, sizes: dict[str, int]) -> None:
     dtype = operators.dtype(spec.spec.dtype)
     if tensor.dtype != dtype or tensor.dim() != len(spec.spec.shape):
         raise DataError(

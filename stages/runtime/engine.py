@@ -1,0 +1,209 @@
+"""Training steps on a plan: weights in their tiers, one batch in, one loss out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from stages.artifacts import graph as g
+from stages.artifacts.errors import ConfigError
+from stages.artifacts.plan import Buffer, Instruction, Phase, Plan
+from stages.artifacts.timeline import Event
+from stages.optim.kernel import UpdateKernel
+from stages.optim.scaler import LossScaler
+from stages.runtime import sizes, transfers
+from stages.runtime.compute import Compute, StepSettings, gradients_completed_by
+from stages.runtime.lanes.lane_set import LaneSet, Timing
+from stages.runtime.placing import Placing
+from stages.runtime.state import TrainingState
+from stages.runtime.tiers.arena import Arena
+from stages.runtime.tiers.disk import DiskFile
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave. `grad_norm` is unscaled; None when the step was skipped."""
+
+    loss: float
+    grad_norm: float | None
+    skipped: bool
+    non_finite: tuple[str, ...] = ()
+    events: list[Event] = field(default_factory=list)
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # "read", "write"
+
+
+class Engine:
+    """Holds the training state in its tiers and runs the plan's phases.
+
+    Args:
+        graph: The traced model.
+        plan: A verified plan for it.
+        kernel: The optimizer's update.
+        disk: The scratch file of `plan.disk_bytes`; None where the plan moves nothing.
+        lanes: Who carries out transfers.
+        poison: Whether memory that the plan calls free or not yet filled is overwritten with NaN and
+            out-of-range integers (tests): what reads it then goes wrong every time.
+        evaluation: The graph of the model in evaluation mode, where the plan has that phase.
+    """
+
+    def __init__(
+        self,
+        graph: g.RegionGraph,
+        plan: Plan,
+        kernel: UpdateKernel,
+        disk: DiskFile | None,
+        lanes: LaneSet,
+        evaluation: g.RegionGraph | None = None,
+        *,
+        poison: bool = False,
+    ) -> None:
+        self.graph = graph
+        self.plan = plan
+        self._kernel = kernel
+        self._lanes = lanes
+        self._arena = Arena(plan.arena_bytes)
+        self._state = TrainingState(graph, plan, self._arena)
+        self._placing = Placing(graph, self._state, kernel, disk)
+        self._disk = disk
+        self._transfers = None if disk is None else transfers.Transfers(self._state, disk)
+        self._training = Compute(graph, self._state, kernel)
+        self._evaluation = None if evaluation is None else Compute(evaluation, self._state, kernel)
+        self._evaluation_graph = evaluation
+        self._phases = {phase.name: phase for phase in plan.phases}
+        self._completed = {
+            name: gradients_completed_by(phase, self._state.buffers) for name, phase in self._phases.items()
+        }
+        self.scaler = LossScaler() if graph.precision == "fp16" else None
+        self._poison = poison
+        if poison:
+            self._arena.poison(0, plan.arena_bytes)
+        #: bytes moved by each instruction of the phase under way; each has one writer
+        self._moved: dict[int, int] = {}
+
+    def load(self, initial: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Puts initial values where the plan has them, one tensor at a time, and clears the optimizer's state.
+
+        Args:
+            initial: (name, tensor before the precision cast) for every parameter, buffer and constant.
+        """
+        self._placing.load(initial)
+
+    def weights(
+        self, roles: tuple[str, ...] = ("parameter", "buffer")
+    ) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
+        """Parameters and buffers, one in memory at a time, between steps."""
+        return self._placing.weights(roles)
+
+    def step(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> StepResult:
+        """One training step: forward, backward, update.
+
+        Args:
+            batch: Every input by name, sizes at most those planned.
+
+        Raises:
+            DataError: The batch does not fit the plan; nothing has changed then.
+        """
+        bound = sizes.bind(self.graph, batch)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        settings = StepSettings(learning_rate=learning_rate, loss_scale=scale)
+        self._training.begin(dict(batch), bound, settings)
+        events = self._run("step", self._training)
+        non_finite = tuple(self._training.step.non_finite)
+        if "update" in self._phases and not non_finite:
+            events += self._run("update", self._training)
+        if self.scaler is not None:
+            self.scaler.update(found_non_finite=bool(non_finite))
+        return self._finish(non_finite, scale, events)
+
+    def _finish(self, non_finite: tuple[str, ...], scale: float, events: list[Event]) -> StepResult:
+        step = self._training.step
+        assert step.loss is not None, "the program never ran the loss"
+        norm = None if non_finite else self._norm(step.norms) / scale
+        if not non_finite:
+            for name in step.norms:
+                self._state.update_counts[name] = self._state.update_counts.get(name, 0) + 1
+        moved = {
+            lane: sum(event.bytes for event in events if event.lane == lane) for lane in ("read", "write")
+        }
+        result = StepResult(float(step.loss), norm, bool(non_finite), non_finite, events, moved)
+        self._training.end()
+        return result
+
+    def _norm(self, norms: Mapping[str, float]) -> float:
+        """One norm over all parameters: each whole gradient's, combined in parameter order."""
+        ordered = [norms[name] for name in self._state.parameters if name in norms]
+        return float(torch.linalg.vector_norm(torch.tensor(ordered)))
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """The loss in evaluation mode, without gradients; training state stays as it is."""
+        if self._evaluation is None or self._evaluation_graph is None:
+            raise ConfigError(
+                "this plan has no evaluation phase; plan with eval.every above 0 to evaluate",
+                key="eval.every",
+            )
+        bound = sizes.bind(self._evaluation_graph, batch)
+        self._evaluation.begin(dict(batch), bound, StepSettings(learning_rate=0.0))
+        self._run("evaluate", self._evaluation)
+        loss = self._evaluation.step.loss
+        assert loss is not None, "the program never ran the loss"
+        self._evaluation.end()
+        return float(loss)
+
+    def _run(self, name: str, compute: Compute) -> list[Event]:
+        """Carries out a phase; its events in nanoseconds from its start."""
+        phase = self._phases[name]
+        completed = self._completed[name]
+        self._moved = {}
+
+        def perform(instruction: Instruction) -> None:
+            if instruction.lane == "compute":
+                compute.perform(instruction, completed.get(instruction.id, ()))
+            else:
+                assert self._transfers is not None, "the plan moves bytes but there is no disk tier"
+                self._moved[instruction.id] = self._transfers.perform(instruction, compute)
+
+        def free(buffer: int) -> None:
+            self._release(self._state.buffers[buffer], compute)
+
+        started = time.perf_counter_ns()
+        timings = self._lanes.run(phase.instructions, perform, free)
+        return [self._event(phase, timing, started) for timing in timings]
+
+    def _event(self, phase: Phase, timing: Timing, started: int) -> Event:
+        instruction = phase.instructions[timing.instruction]
+        return Event(
+            lane=timing.lane,
+            name=describe(instruction, self.graph, self._state.buffers),
+            start_ns=timing.start_ns - started,
+            end_ns=timing.end_ns - started,
+            bytes=self._moved.get(timing.instruction, 0),
+        )
+
+    def _release(self, buffer: Buffer, compute: Compute) -> None:
+        if buffer.offset is None:
+            transfers.release(buffer, compute)
+        elif self._poison:
+            self._arena.poison(buffer.offset, buffer.bytes)
+
+    def close(self) -> None:
+        """Ends the lanes and gives memory and disk back. The engine cannot be used afterwards."""
+        self._lanes.close()
+        if self._disk is not None:
+            self._disk.close()
+        self._arena.close()
+
+
+def describe(instruction: Instruction, graph: g.RegionGraph, buffers: Mapping[int, Buffer]) -> str:
+    """A name for the timeline: what is done to what."""
+    if instruction.parameter:
+        return f"{instruction.operation} {instruction.parameter}"
+    if instruction.region >= 0:
+        return f"{instruction.operation} {graph.regions[instruction.region].name}"
+    accesses = instruction.writes or instruction.reads
+    if not accesses:
+        return instruction.operation
+    buffer = buffers[accesses[0].buffer]
+    return f"{instruction.operation} {buffer.role} {buffer.owner}"

@@ -1,0 +1,109 @@
+"""The training loop: batches in, losses out, memory watched step by step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from stages.artifacts.timeline import Event, Timeline
+from stages.config import RunConfig, format_size
+from stages.region import memory
+from stages.runtime.data import Batches
+from stages.runtime.engine import Engine, StepResult
+
+
+@dataclass
+class History:
+    """One entry per step."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
+    step_peak_bytes: list[int] = field(default_factory=list)
+    moved_bytes: list[dict[str, int]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    tokens: int = 0  # of one full batch
+
+
+class TrainingLoop:
+    """Runs `config.steps` steps of `engine` on `batches`.
+
+    Args:
+        evaluation: Batches for evaluation, where `config.eval.every` asks for it.
+    """
+
+    def __init__(
+        self, engine: Engine, batches: Batches, config: RunConfig, evaluation: Batches | None = None
+    ) -> None:
+        self._engine = engine
+        self._batches = batches
+        self._config = config
+        self._evaluation = evaluation
+        self.history = History()
+        self._events: list[Event] = []
+        #: largest resident memory before the first step: imports and initial values
+        self.startup_peak_bytes = 0
+
+    def run(self) -> None:
+        # the generator's state at construction is spent: training starts from the seed again, so that
+        # it does not depend on how initial values were made
+        torch.manual_seed(self._config.seed)
+        self.startup_peak_bytes = memory.peak_resident_bytes()
+        for step in range(1, self._config.steps + 1):
+            self._step(step)
+            if self._config.eval.every and step % self._config.eval.every == 0:
+                self._evaluate(step)
+
+    def _step(self, step: int) -> None:
+        memory.reset_peak()
+        batch = self._batches.next()
+        started = time.monotonic()
+        result = self._engine.step(batch, self._config.optimizer.lr)
+        elapsed = time.monotonic() - started
+        peak = memory.peak_resident_bytes()
+        self._record(step, result, elapsed, peak)
+        self.history.tokens = max(self.history.tokens, max(tensor.numel() for tensor in batch.values()))
+        self._print_progress(step, result, elapsed, peak)
+
+    def _record(self, step: int, result: StepResult, elapsed: float, peak: int) -> None:
+        history = self.history
+        history.losses.append(result.loss)
+        history.grad_norms.append(result.grad_norm)
+        history.step_times_s.append(elapsed)
+        history.step_peak_bytes.append(peak)
+        history.moved_bytes.append(result.moved_bytes)
+        self._events = result.events
+        if result.skipped:
+            history.skipped_steps.append(step)
+
+    def _print_progress(self, step: int, result: StepResult, elapsed: float, peak: int) -> None:
+        left = (self._config.steps - step) * median(self.history.step_times_s[-5:])
+        skipped = "  skipped (inf or nan in gradients)" if result.skipped else ""
+        print(
+            f"step {step}/{self._config.steps}  loss {result.loss:.4f}  {elapsed:.2f} s"
+            f"  {self.history.tokens / elapsed:,.0f} tokens/s"
+            f"  memory {format_size(peak)} of {format_size(self._engine.plan.budget_bytes)}"
+            f"  {left:.0f} s left{skipped}",
+            flush=True,
+        )
+
+    def _evaluate(self, step: int) -> None:
+        assert self._evaluation is not None, "evaluation asked for without data"
+        losses = [self._engine.evaluate(self._evaluation.next()) for _ in range(self._config.eval.batches)]
+        self._evaluation.seek(0)
+        mean = sum(losses) / len(losses)
+        self.history.evaluations.append({"step": float(step), "loss": mean})
+        print(f"evaluation after step {step}  loss {mean:.4f}", flush=True)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.startup_peak_bytes, *self.history.step_peak_bytes)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The measured timeline of the last step."""
+        return [Timeline("measured", len(self.history.losses), self._events)]

@@ -1,0 +1,82 @@
+"""From a finished loop to its summary."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+
+from stages.artifacts import graph as g
+from stages.artifacts.costs import Costs
+from stages.artifacts.plan import Plan
+from stages.artifacts.summary import Summary
+from stages.region import memory
+from stages.runtime.loop import TrainingLoop
+
+_LINK_OF_LANE = {"read": "disk_read", "write": "disk_write"}
+
+
+def summarise(graph: g.RegionGraph, costs: Costs, plan: Plan, loop: TrainingLoop) -> Summary:
+    """What `summary.json` says, but for the peaks of the other stages' processes."""
+    history = loop.history
+    step_time = median(history.step_times_s[1:] or history.step_times_s)
+    peak = max(loop.peak_bytes, memory.peak_resident_bytes())
+    stage_peaks = {**costs.stage_peak_bytes, "runtime": peak}
+    return Summary(
+        model=graph.model,
+        device=plan.device,
+        precision=plan.precision,
+        solver=plan.solver,
+        optimizer_implementation=plan.implementation,
+        threads=costs.threads,
+        versions=_versions(),
+        steps=len(history.losses),
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=max(stage_peaks.values()),
+        peak_bytes_by_stage=stage_peaks,
+        predicted_peak_bytes=plan.prediction.peak_bytes,
+        baseline_bytes=plan.baseline_bytes,
+        least_feasible_bytes=plan.prediction.least_feasible_bytes,
+        step_time_s=step_time,
+        predicted_step_time_s=plan.prediction.step_ns / 1e9,
+        lower_bound_step_time_s=None,
+        optimality_gap=None,
+        solve_time_s=plan.solve_ns / 1e9,
+        tokens_per_s=history.tokens / step_time,
+        micro_batches=1,
+        losses=history.losses,
+        grad_norms=history.grad_norms,
+        skipped_steps=history.skipped_steps,
+        moved_bytes_per_step=_moved_bytes(history.moved_bytes),
+        placement=_placement(plan),
+        step_peak_bytes=history.step_peak_bytes,
+        evaluations=history.evaluations,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _moved_bytes(steps: list[dict[str, int]]) -> dict[str, int]:
+    """Median over the steps, per link and direction."""
+    return {link: int(median(step.get(lane, 0) for step in steps)) for lane, link in _LINK_OF_LANE.items()}
+
+
+def _placement(plan: Plan) -> dict[str, dict[str, int]]:
+    """Counts by choice."""
+    placement = plan.placement
+    return {
+        "weights": dict(Counter(region.weights for region in placement.regions)),
+        "activations": dict(Counter(region.activations for region in placement.regions)),
+        "optimizer_state": dict(Counter(placement.state.values())),
+        "gradients": {placement.gradients: len(placement.state)},
+        "values": dict(Counter(placement.values.values())),
+    }
