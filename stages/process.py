@@ -105,7 +105,8 @@ def run_child(command: list[str], environment: Mapping[str, str]) -> int:
     Output goes where this process's goes. SIGINT and SIGTERM are passed on, and a child that does
     not end within five seconds is killed.
     """
-    child = subprocess.Popen(command, env=dict(environment))
+    # a group of its own: Ctrl-C then reaches the child once, through us, not twice
+    child = subprocess.Popen(command, env=dict(environment), process_group=0)
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -206,15 +207,23 @@ def stage_main(stage: str, work: Callable[[Order], None]) -> None:
         cli.main(lambda file, run_folder: pipeline_command(file, run_folder, only=stage), arguments)
     run_folder = Path(arguments[arguments.index("--run-dir") + 1]) if "--run-dir" in arguments else Path()
     die_with_parent()
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         work(_parse_order(arguments))
     except StageError as error:
         report_error(error.to_record(), run_folder)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(REFUSED)
+    except KeyboardInterrupt:
+        sys.exit(exit_code(-signal.SIGINT))
     except Exception as error:
         report_error(_crash_record(error), run_folder)
         raise
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ends as by Ctrl-C, so that scratch files are removed on the way out."""
+    raise KeyboardInterrupt
 
 
 def pipeline_command(composed: Path, run_folder: Path, only: str = "") -> list[str]:

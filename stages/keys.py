@@ -1,0 +1,84 @@
+"""The keys under which stages keep their artifacts: what of the configuration, code and machine counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import stages
+from stages.artifacts.envelope import SCHEMA_VERSION, content_hash
+from stages.artifacts.store import describe_files, hash_files, key_of, machine, source_hash
+from stages.config import RunConfig
+from stages.process import versions
+from stages.sources import local_sources
+
+_PACKAGE = Path(stages.__file__).resolve().parent
+
+
+def trace_key(config: RunConfig) -> str:
+    """Model, its sources and weights' names, sizes and times, planned sizes, precision, device."""
+    model: dict[str, Any] = dataclasses.asdict(config.model)
+    if config.model.path:
+        folder = Path(config.model.path).absolute()
+        model["path"] = str(folder)
+        model["files"] = describe_files(folder)
+        model["json"] = hash_files(folder.glob("*.json"))
+    if config.model.target:
+        module = config.model.target.rpartition(".")[0]
+        model["sources"] = hash_files(local_sources(module, [os.getcwd(), *sys.path]))
+    return key_of(
+        {
+            "model": model,
+            "sizes": [config.data.batch_size, config.data.seq_len],
+            "precision": config.precision,
+            "device": config.device.name,
+            "trace": dataclasses.asdict(config.trace),
+            "code": _code("trace", "region", "models", without=("trace/profile",)),
+            **_common(),
+        }
+    )
+
+
+def profile_key(config: RunConfig, graph: Path) -> str:
+    """The graph, and what measuring depends on: machine, threads, device, optimizer, disk."""
+    disk = str(Path(config.tiers.disk).absolute()) if config.tiers.disk else ""
+    return key_of(
+        {
+            "graph": content_hash(graph),
+            "machine": machine(),
+            "device": dataclasses.asdict(config.device),
+            "precision": config.precision,
+            "optimizer": dataclasses.asdict(config.optimizer),
+            "disk": disk,
+            "code": _code("trace/profile", "region", "process.py"),
+            **_common(),
+        }
+    )
+
+
+def solve_key(config: RunConfig, graph: Path, costs: Path) -> str:
+    """Graph, costs, budgets and solver."""
+    tiers = config.tiers
+    return key_of(
+        {
+            "graph": content_hash(graph),
+            "costs": content_hash(costs),
+            "budgets": [config.budget_bytes, tiers.host_budget, tiers.disk_budget],
+            "solver": dataclasses.asdict(config.solver),
+            "precision": config.precision,
+            "code": _code("solve"),
+            **_common(),
+        }
+    )
+
+
+def _code(*parts: str, without: tuple[str, ...] = ()) -> str:
+    folders = [_PACKAGE / part for part in (*parts, "artifacts", "config.py")]
+    return source_hash(*folders, without=[_PACKAGE / part for part in without])
+
+
+def _common() -> dict[str, Any]:
+    return {"versions": versions(), "schema": SCHEMA_VERSION}

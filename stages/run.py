@@ -1,0 +1,164 @@
+"""The composed job: trace, profile, solve, train, report, each in a process of its own.
+
+    python -m stages.run model=gpt2 budget=8GB
+    python -m stages.run model=mlp budget=1GB steps=5
+
+What has been made before from the same configuration, code, versions and machine is reused, and the
+run says so. This process holds neither Hydra nor torch while the stages work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stages import keys
+from stages.artifacts.errors import ArtifactError, StageError
+from stages.artifacts.store import Store
+from stages.config import RunConfig, format_size, load_composed
+from stages.process import (
+    MODULES,
+    REFUSED,
+    describe_end,
+    exit_code,
+    pipeline_command,
+    report_error,
+    run_child,
+    stage_command,
+    stage_environment,
+)
+
+#: stage -> the kinds of artifact that it leaves in the store
+PRODUCTS = {"trace": ("graph",), "profile": ("costs",), "solve": ("plan", "timeline")}
+STAGES = ("trace", "profile", "solve", "runtime", "report")
+
+
+class StageFailedError(Exception):
+    """A stage process ended with `code` (as a shell would report it)."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+@dataclass
+class Pipeline:
+    """One job: its configuration, its run folder, and the artifacts found or made so far."""
+
+    config: RunConfig
+    composed: Path
+    run_folder: Path
+    store: Store
+    artifacts: dict[str, Path] = field(default_factory=dict)
+
+    def run(self, only: str = "") -> None:
+        """Runs every stage, or only one, whose predecessors must then be in the store.
+
+        Raises:
+            ArtifactError: A predecessor of `only` has not been run.
+            StageFailedError: A stage refused or died; it has said why.
+        """
+        wanted = [only] if only else list(STAGES)
+        for stage in STAGES[: STAGES.index(wanted[-1]) + 1]:
+            if stage in PRODUCTS:
+                self._provide(stage, stage in wanted)
+            elif stage in wanted:
+                self._start(stage, self.artifacts, {})
+        if only == "runtime":
+            self._start("report", self.artifacts, {})
+
+    def _provide(self, stage: str, may_run: bool) -> None:
+        """Finds the artifacts of `stage` in the store, or makes them, and copies them to the run folder."""
+        key = self._key(stage)
+        paths = {kind: self.store.path(stage, key, kind) for kind in PRODUCTS[stage]}
+        if self.store.holds(stage, key, PRODUCTS[stage]):
+            if may_run:
+                say(f"{stage}: unchanged, reused from the store ({key})")
+        elif may_run:
+            self._start(stage, self.artifacts, paths, key)
+        else:
+            raise ArtifactError(
+                f"the store {self.store.folder} has no result of the {stage} stage for this configuration; run "
+                f"`python -m {MODULES[stage]}` with the same arguments first",
+                key="store",
+                found="nothing",
+                expected=f"{stage}/{key}",
+            )
+        # the timeline is the predicted one; the run folder's timeline.json holds both
+        self.artifacts |= {("predicted" if kind == "timeline" else kind): path for kind, path in paths.items()}
+        for kind, path in paths.items():
+            if kind != "timeline":
+                shutil.copyfile(path, self.run_folder / path.name)
+
+    def _key(self, stage: str) -> str:
+        if stage == "trace":
+            return keys.trace_key(self.config)
+        if stage == "profile":
+            return keys.profile_key(self.config, self.artifacts["graph"])
+        return keys.solve_key(self.config, self.artifacts["graph"], self.artifacts["costs"])
+
+    def _start(self, stage: str, inputs: dict[str, Path], outputs: dict[str, Path], key: str = "") -> None:
+        say(f"{stage}: started")
+        begin = time.monotonic()
+        command = stage_command(stage, self.composed, self.run_folder, inputs=inputs, outputs=outputs, key=key)
+        code = run_child(command, stage_environment(self.config))
+        if code != 0:
+            self._explain(stage, code)
+            raise StageFailedError(exit_code(code))
+        say(f"{stage}: done in {time.monotonic() - begin:.1f} s")
+
+    def _explain(self, stage: str, code: int) -> None:
+        """A refusal has explained itself; any other end is described here."""
+        if code == REFUSED:
+            return
+        message = describe_end(stage, code)
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        if not (self.run_folder / "error.json").exists():
+            record = StageError(message, found=f"exit code {code}", expected="exit code 0").to_record()
+            report_error({**record, "kind": "killed" if code < 0 else "crash"}, self.run_folder)
+
+
+def say(message: str) -> None:
+    print(f"[stages] {message}", flush=True)
+
+
+def run_composed(arguments: list[str]) -> int:
+    """Runs the job whose configuration has been composed; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--composed", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--only", choices=STAGES, default="")
+    parsed = parser.parse_args(arguments)
+    run_folder: Path = parsed.run_dir
+    run_folder.mkdir(parents=True, exist_ok=True)
+    (run_folder / "error.json").unlink(missing_ok=True)
+    try:
+        config = load_composed(parsed.composed)
+        budget = format_size(config.budget_bytes)
+        say(f"{config.model.name}, budget {budget}, {config.precision}, run folder {run_folder}")
+        store = Store(Path(config.store) if config.store else None)
+        Pipeline(config, parsed.composed, run_folder, store).run(parsed.only)
+    except StageError as error:
+        report_error(error.to_record(), run_folder)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED
+    except StageFailedError as failure:
+        return failure.code
+    return 0
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if "--composed" in arguments:
+        sys.exit(run_composed(arguments))
+    from stages import cli  # Hydra, which is gone once the command that it makes has replaced this process
+
+    cli.main(pipeline_command, arguments)
+
+
+if __name__ == "__main__":
+    main()

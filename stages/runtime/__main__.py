@@ -1,0 +1,38 @@
+"""The runtime stage alone: `python -m stages.runtime model=gpt2 budget=8GB`, after stages.solve."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stages.artifacts import envelope
+from stages.artifacts.costs import Costs
+from stages.artifacts.graph import RegionGraph
+from stages.artifacts.plan import Plan
+from stages.artifacts.summary import Summary
+from stages.artifacts.timeline import Timeline, to_chrome_trace
+from stages.process import Order, peak_bytes, stage_main
+
+
+def work(order: Order) -> None:
+    from stages.runtime.stage import run  # torch: not while composing
+
+    graph, costs = order.load(RegionGraph), order.load(Costs)
+    plan, solve_provenance = order.load_with_provenance(Plan)
+    summary, measured = run(order.config, graph, costs, plan, order.run_folder)
+    timelines = [*measured]
+    if "predicted" in order.inputs:
+        timelines.insert(0, envelope.load(order.inputs["predicted"], Timeline))
+    trace = msgspec.json.encode(to_chrome_trace(timelines))
+    envelope.write_atomically(order.run_folder / "timeline.json", trace)
+    peaks = {**costs.stage_peak_bytes, "solve": solve_provenance.peak_bytes, "runtime": peak_bytes()}
+    write_summary(order, msgspec.structs.replace(summary, peak_bytes_by_stage=peaks, peak_bytes=max(peaks.values())))
+
+
+def write_summary(order: Order, summary: Summary) -> None:
+    """summary.json is the record itself, without an envelope: people and scripts read it."""
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    envelope.write_atomically(order.run_folder / "summary.json", text)
+
+
+if __name__ == "__main__":
+    stage_main("runtime", work)

@@ -1,0 +1,15 @@
+"""The trace stage alone: `python -m stages.trace model=gpt2 budget=8GB`."""
+
+from __future__ import annotations
+
+from stages.process import Order, stage_main
+
+
+def work(order: Order) -> None:
+    from stages.trace.stage import run  # torch: not while composing
+
+    order.save(run(order.config))
+
+
+if __name__ == "__main__":
+    stage_main("trace", work)
