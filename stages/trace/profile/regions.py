@@ -1,0 +1,128 @@
+"""Cost of one region kind, measured alone: nothing of the model but this region is in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from stages.artifacts import graph as g
+from stages.artifacts.costs import RegionCost
+from stages.region import autograd
+from stages.region.interpreter import RegionFunction
+from stages.trace.profile.peak import peak_of
+from stages.trace.profile.stand_ins import Case, gradient_like, region_tensors
+
+Result = TypeVar("Result")
+
+#: repeats beyond which a median gains nothing
+_MOST_REPEATS = 15
+
+
+class _Bench:
+    """One region with stand-in tensors, ready to run."""
+
+    def __init__(self, graph: g.RegionGraph, case: Case) -> None:
+        self._case = case
+        self._sizes = g.planned_sizes(graph)
+        self._function = RegionFunction(graph, case.region, torch.device("cpu"))
+        self.tensors = region_tensors(graph, case.region)
+        self.sums: dict[str, torch.Tensor] = {}
+        self.received: dict[str, torch.Tensor] = {}
+
+    def forward(self, *, keep: bool) -> tuple[dict[str, torch.Tensor], autograd.Tape]:
+        return autograd.forward(
+            self._function,
+            self.tensors,
+            self._sizes,
+            gradients_of=self._case.gradients_of,
+            keep=keep,
+            lookup=self.tensors.__getitem__,
+        )
+
+    def backward(self, tape: autograd.Tape) -> dict[str, torch.Tensor | None]:
+        return autograd.backward(tape, self.received, self.sums)
+
+    def run_timed(self) -> tuple[int, int]:
+        """Forward and backward once; nanoseconds of each."""
+        (outputs, tape), forward_ns = _timed(lambda: self.forward(keep=True))
+        self._receive(outputs, tape)
+        del outputs
+        gradients, backward_ns = _timed(lambda: self.backward(tape))
+        del gradients
+        return forward_ns, backward_ns
+
+    def new_storages(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.UntypedStorage]:
+        """Storages of `tensors`, each once, without those that were there before."""
+        before = {
+            tensor.untyped_storage()._cdata
+            for group in (self.tensors, self.received, self.sums)
+            for tensor in group.values()
+        }
+        found = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage()
+            for tensor in tensors
+            if tensor is not None
+        }
+        return [storage for key, storage in found.items() if key not in before]
+
+    def _receive(self, outputs: dict[str, torch.Tensor], tape: autograd.Tape) -> None:
+        """Makes the gradients that later regions would have sent by now."""
+        if self.received:
+            return
+        names = [name for name in outputs if name in tape.outputs and name in self._case.received]
+        self.received = {name: gradient_like(outputs[name]) for name in names}
+        self.sums = {name: gradient_like(self.tensors[name]) for name in sorted(self._case.sums)}
+
+
+def measure_region(graph: g.RegionGraph, case: Case, *, seconds: float) -> RegionCost:
+    """Runs the region a few times: once to warm up, once for memory, and for its time as often as
+    `seconds` allow (at least once).
+
+    The default generator is left as found.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _measure(_Bench(graph, case), case.region.kind, seconds)
+
+
+def _measure(bench: _Bench, kind: int, seconds: float) -> RegionCost:
+    deadline = time.perf_counter() + seconds
+    bench.run_timed()  # pays for page tables and kernel caches
+    (outputs, tape), forward_peak = peak_of(lambda: bench.forward(keep=True))
+    made = bench.new_storages(outputs.values())
+    saved = tape.storages()
+    # small blocks may not move the high-water mark, but are held all the same
+    forward_floor = sum({storage._cdata: storage.nbytes() for storage in [*made, *saved]}.values())
+    output_bytes = sum(storage.nbytes() for storage in made)
+    saved_sizes = [storage.nbytes() for storage in saved]
+    # From here on outputs are counted by their readers, and what autograd saved must be free to go.
+    outputs.clear()
+    del made, saved
+    gradients, backward_peak = peak_of(lambda: bench.backward(tape))
+    gradient_bytes = sum(storage.nbytes() for storage in bench.new_storages(gradients.values()))
+    gradients.clear()
+    dropped, dropped_peak = peak_of(lambda: bench.forward(keep=False))
+    dropped[0].clear()
+    times = [bench.run_timed()]
+    while len(times) < _MOST_REPEATS and time.perf_counter() < deadline:
+        times.append(bench.run_timed())
+    return RegionCost(
+        kind=kind,
+        forward_ns=int(median(forward for forward, _ in times)),
+        backward_ns=int(median(backward for _, backward in times)),
+        saved_bytes=sum(saved_sizes),
+        saved_storages=saved_sizes,
+        forward_peak_bytes=max(forward_peak, forward_floor),
+        dropped_forward_peak_bytes=max(dropped_peak, output_bytes),
+        backward_peak_bytes=max(backward_peak, gradient_bytes - sum(saved_sizes)),
+    )
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, int]:
+    start = time.perf_counter_ns()
+    result = work()
+    return result, time.perf_counter_ns() - start
