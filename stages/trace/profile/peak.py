@@ -19,14 +19,26 @@ from stages.region import memory
 Result = TypeVar("Result")
 
 
-def peak_of(work: Callable[[], Result]) -> tuple[Result, int]:
-    """Runs `work`; returns its result and the peak memory beyond what was there before, in bytes."""
-    memory.trim()
-    if not memory.reset_peak():
-        return peak_by_events(work)
-    before = memory.resident_bytes()
-    result = work()
-    return result, max(0, memory.peak_resident_bytes() - before)
+class PeakGauge:
+    """Measures peaks of pieces of work, and keeps the process's own over all resets of the mark."""
+
+    def __init__(self) -> None:
+        self._largest_bytes = 0
+
+    @property
+    def process_peak_bytes(self) -> int:
+        """Largest resident memory of this process since it began."""
+        return max(self._largest_bytes, memory.peak_resident_bytes())
+
+    def peak_of(self, work: Callable[[], Result]) -> tuple[Result, int]:
+        """Runs `work`; returns its result and the peak memory beyond what was there before, in bytes."""
+        memory.trim()
+        self._largest_bytes = self.process_peak_bytes
+        if not memory.reset_peak():
+            return peak_by_events(work)
+        before = memory.resident_bytes()
+        result = work()
+        return result, max(0, memory.peak_resident_bytes() - before)
 
 
 def peak_by_events(work: Callable[[], Result]) -> tuple[Result, int]:

@@ -13,7 +13,7 @@ from stages.artifacts import graph as g
 from stages.artifacts.costs import RegionCost
 from stages.region import autograd
 from stages.region.interpreter import RegionFunction
-from stages.trace.profile.peak import peak_of
+from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.stand_ins import Case, gradient_like, region_tensors
 
 Result = TypeVar("Result")
@@ -78,7 +78,7 @@ class _Bench:
         self.sums = {name: gradient_like(self.tensors[name]) for name in sorted(self._case.sums)}
 
 
-def measure_region(graph: g.RegionGraph, case: Case, *, seconds: float) -> RegionCost:
+def measure_region(graph: g.RegionGraph, case: Case, gauge: PeakGauge, *, seconds: float) -> RegionCost:
     """Runs the region a few times: once to warm up, once for memory, and for its time as often as
     `seconds` allow (at least once).
 
@@ -86,13 +86,13 @@ def measure_region(graph: g.RegionGraph, case: Case, *, seconds: float) -> Regio
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _measure(_Bench(graph, case), case.region.kind, seconds)
+        return _measure(_Bench(graph, case), case.region.kind, gauge, seconds)
 
 
-def _measure(bench: _Bench, kind: int, seconds: float) -> RegionCost:
+def _measure(bench: _Bench, kind: int, gauge: PeakGauge, seconds: float) -> RegionCost:
     deadline = time.perf_counter() + seconds
     bench.run_timed()  # pays for page tables and kernel caches
-    (outputs, tape), forward_peak = peak_of(lambda: bench.forward(keep=True))
+    (outputs, tape), forward_peak = gauge.peak_of(lambda: bench.forward(keep=True))
     made = bench.new_storages(outputs.values())
     saved = tape.storages()
     # small blocks may not move the high-water mark, but are held all the same
@@ -102,10 +102,10 @@ def _measure(bench: _Bench, kind: int, seconds: float) -> RegionCost:
     # From here on outputs are counted by their readers, and what autograd saved must be free to go.
     outputs.clear()
     del made, saved
-    gradients, backward_peak = peak_of(lambda: bench.backward(tape))
+    gradients, backward_peak = gauge.peak_of(lambda: bench.backward(tape))
     gradient_bytes = sum(storage.nbytes() for storage in bench.new_storages(gradients.values()))
     gradients.clear()
-    dropped, dropped_peak = peak_of(lambda: bench.forward(keep=False))
+    dropped, dropped_peak = gauge.peak_of(lambda: bench.forward(keep=False))
     dropped[0].clear()
     times = [bench.run_timed()]
     while len(times) < _MOST_REPEATS and time.perf_counter() < deadline:

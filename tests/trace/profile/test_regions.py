@@ -8,6 +8,7 @@ import torch
 from stages.artifacts import graph as g
 from stages.region import memory
 from stages.trace.profile import regions
+from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.stand_ins import Case, least_bytes, representative_cases, stand_in
 
 _SIDE = 1024
@@ -76,7 +77,7 @@ def _exact_allocator() -> None:
 
 def test_memory_of_a_region_is_the_bytes_that_its_operators_hold() -> None:
     graph = mlp_graph()
-    cost = regions.measure_region(graph, representative_cases(graph)[0], seconds=0.0)
+    cost = regions.measure_region(graph, representative_cases(graph)[0], PeakGauge(), seconds=0.0)
     assert cost.saved_storages == [_TENSOR_BYTES, _TENSOR_BYTES]  # h and gelu(h)
     assert cost.saved_bytes == 2 * _TENSOR_BYTES
     # h, gelu(h), y; when dropped, h has gone when y comes
@@ -89,8 +90,8 @@ def test_memory_of_a_region_is_the_bytes_that_its_operators_hold() -> None:
 
 def test_time_grows_with_the_rows() -> None:
     few, many = mlp_graph(rows=32), mlp_graph(rows=2048)
-    small = regions.measure_region(few, representative_cases(few)[0], seconds=0.2)
-    large = regions.measure_region(many, representative_cases(many)[0], seconds=0.2)
+    small = regions.measure_region(few, representative_cases(few)[0], PeakGauge(), seconds=0.2)
+    large = regions.measure_region(many, representative_cases(many)[0], PeakGauge(), seconds=0.2)
     assert large.forward_ns > 4 * small.forward_ns
     assert large.backward_ns > 4 * small.backward_ns
 
@@ -102,7 +103,7 @@ def test_one_cost_per_kind_and_the_generator_is_left_alone() -> None:
     cases = representative_cases(graph)
     assert sorted(cases) == [0, 1]
     for kind, case in cases.items():
-        assert regions.measure_region(graph, case, seconds=0.0).kind == kind
+        assert regions.measure_region(graph, case, PeakGauge(), seconds=0.0).kind == kind
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -117,8 +118,8 @@ def test_a_first_use_stands_for_its_kind_with_the_sums_that_meet_there() -> None
     assert case.region is first
     assert case.sums == {"w0", "w1"}
     sums_bytes = 2 * _TENSOR_BYTES
-    with_sums = regions.measure_region(shared, case, seconds=0.0)
-    alone = regions.measure_region(graph, representative_cases(graph)[0], seconds=0.0)
+    with_sums = regions.measure_region(shared, case, PeakGauge(), seconds=0.0)
+    alone = regions.measure_region(graph, representative_cases(graph)[0], PeakGauge(), seconds=0.0)
     # the new sum is made beside the old one, which is counted elsewhere
     assert with_sums.backward_peak_bytes >= alone.backward_peak_bytes
     assert with_sums.backward_peak_bytes >= sums_bytes - _NOISE_BYTES

@@ -1,0 +1,89 @@
+"""How much memory a training process holds before its first tensor.
+
+    python -m stages.trace.profile.training_process THREADS < graph.json
+
+Run by the profile stage as a process of its own: it imports what the runtime imports (by name: no
+stage's code calls another's), decodes the graph, builds its regions, starts the lanes' threads,
+warms the kernels that every model uses, and prints its resident bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pkgutil
+import subprocess
+import sys
+import threading
+
+import msgspec
+import torch
+
+from stages.artifacts import graph as g
+from stages.region import memory
+from stages.region.interpreter import RegionFunction
+
+#: as the runtime sets it: blocks of this size leave the process when freed
+LARGE_BLOCK_BYTES = 1 << 20
+
+_PACKAGES = ("stages.process", "stages.artifacts", "stages.region", "stages.optim", "stages.runtime")
+_WORKERS = 2  # the read and write lanes
+_WARM_SIDE = 256
+
+
+def measure_training_process(graph: g.RegionGraph, threads: int) -> int:
+    """Resident bytes of a process that could train `graph` with `threads` threads.
+
+    Raises:
+        RuntimeError: The process failed; the message holds what it said.
+    """
+    finished = subprocess.run(
+        [sys.executable, "-m", "stages.trace.profile.training_process", str(threads)],
+        input=msgspec.json.encode(graph),
+        capture_output=True,
+        check=False,
+    )
+    if finished.returncode != 0:
+        said = finished.stderr.decode(errors="replace")
+        raise RuntimeError(f"measuring an idle training process failed ({finished.returncode}):\n{said}")
+    return int(finished.stdout.split()[-1])
+
+
+def warm_up() -> None:
+    """Uses what every model uses, so that its threads and caches exist."""
+    with torch.random.fork_rng(devices=[]):
+        for dtype in (torch.float32, torch.bfloat16):
+            weight = torch.randn(_WARM_SIDE, _WARM_SIDE, dtype=dtype, requires_grad=True)
+            torch.nn.functional.gelu(weight @ weight).sum().backward()
+
+
+def import_everything(packages: tuple[str, ...]) -> None:
+    """Imports `packages` and all modules under them, entry points apart."""
+    for package in packages:
+        root = importlib.import_module(package)
+        if hasattr(root, "__path__"):
+            for found in pkgutil.walk_packages(root.__path__, f"{package}."):
+                if not found.name.endswith("__main__"):
+                    importlib.import_module(found.name)
+
+
+def main() -> None:
+    memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
+    torch.set_num_threads(int(sys.argv[1]))
+    import_everything(_PACKAGES)
+    graph = msgspec.json.decode(sys.stdin.buffer.read(), type=g.RegionGraph)
+    functions = [RegionFunction(graph, region, torch.device("cpu")) for region in graph.regions]
+    warm_up()
+    stop = threading.Event()
+    workers = [threading.Thread(target=stop.wait) for _ in range(_WORKERS)]
+    for worker in workers:
+        worker.start()
+    gc.collect()
+    memory.trim()
+    resident = memory.resident_bytes()
+    stop.set()
+    print(len(functions), resident)
+
+
+if __name__ == "__main__":
+    main()
