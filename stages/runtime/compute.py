@@ -12,7 +12,7 @@ from stages.artifacts.plan import Buffer, Instruction, Phase
 from stages.optim.kernel import UpdateKernel
 from stages.region import autograd
 from stages.region.interpreter import RegionFunction, node_references
-from stages.runtime.state import StepState, TrainingState, flat, in_order_of, numel
+from stages.runtime.state import StepState, TrainingState, flat, in_order_of, integers, numel
 
 #: operators whose backward sends each weight one gradient, so that sums over regions may be made
 #: outside the engine without regrouping
@@ -223,9 +223,12 @@ class Compute:
             for buffer in self._touched(instruction)
             if buffer.role == "state"
         }
+        parameter = self._state.parameters[name]
+        shape, stride = integers(parameter.spec.shape), integers(parameter.spec.stride)
         count = self._state.update_counts.get(name, 0) + 1
+        rate = self.settings.learning_rate
         if master is None:
-            self._kernel.update(weight, gradient, states, count, self.settings.learning_rate)
+            self._kernel.update(weight, gradient, states, count, rate, shape=shape, stride=stride)
             return
         self._kernel.update_low_precision(
             weight,
@@ -233,8 +236,10 @@ class Compute:
             gradient,
             states,
             count,
-            self.settings.learning_rate,
+            rate,
             inverse_scale=1.0 / self.settings.loss_scale,
+            shape=shape,
+            stride=stride,
         )
 
     def _gradient_piece(self, instruction: Instruction) -> torch.Tensor | None:

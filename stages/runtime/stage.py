@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,11 +15,16 @@ from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig
+from stages.optim.make import make_kernel
 from stages.region import memory
+from stages.region.initial import iterate_initial
 from stages.runtime import export, reporting
 from stages.runtime.data import open_batches
 from stages.runtime.engine import Engine
+from stages.runtime.lanes.lane_set import LaneSet
 from stages.runtime.loop import TrainingLoop
+from stages.runtime.scratch import ScratchFolder
+from stages.runtime.tiers.disk import DiskFile
 
 #: blocks of this size or more leave the process when freed, so that counting bytes predicts the peak
 LARGE_BLOCK_BYTES = 1 << 20
@@ -32,22 +38,40 @@ def run(
     Raises:
         StorageError: A tier is short or broken.
         DataError: The data does not fit the model.
-        NumericsError: Too many steps in a row were skipped.
     """
     memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
     torch.set_num_threads(costs.threads)
-    with ExitStack() as stack:
-        batches = open_batches(config, graph)
-        engine = stack.enter_context(open_engine(config, graph, plan))
+    batches = open_batches(config, graph)
+    with open_engine(config, graph, plan) as engine:
+        if config.export.initial:
+            initial = export.ordered_initial(graph, config.seed)
+            export.export_weights(Path(config.export.initial), graph, initial)
         started = time.monotonic()
-        engine.load(_initial(config, graph))
-        print(f"runtime: initial values in place after {time.monotonic() - started:.1f} s", flush=True)
+        engine.load(iterate_initial(graph, config.seed))
+        print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
         loop = TrainingLoop(engine, batches, config)
         loop.run()
         if config.export.final:
-            export.export_weights(Path(config.export.final), engine.weights(), graph.export_config)
-        return reporting.summarise(config, graph, costs, plan, loop), loop.timelines
+            export.export_weights(Path(config.export.final), graph, engine.weights())
+        return reporting.summarise(graph, costs, plan, loop), loop.timelines
 
 
-def open_engine(config: RunConfig, graph: g.RegionGraph, plan: Plan) -> Engine:
-    """The engine with its scratch file, lanes and kernel, as configured."""
+@contextmanager
+def open_engine(
+    config: RunConfig, graph: g.RegionGraph, plan: Plan, evaluation: g.RegionGraph | None = None
+) -> Iterator[Engine]:
+    """The engine with its scratch file, lanes and kernel, as configured; closed and removed at the end.
+
+    Raises:
+        StorageError: The disk tier has no room for `plan.disk_bytes`.
+    """
+    kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    with ScratchFolder(config.tiers.disk) as folder:
+        disk = DiskFile(folder, plan.disk_bytes) if plan.disk_bytes else None
+        lanes = LaneSet.of_kind(config.runtime.lane)
+        poison = config.runtime.lane == "adversarial"
+        engine = Engine(graph, plan, kernel, disk, lanes, evaluation, poison=poison)
+        try:
+            yield engine
+        finally:
+            engine.close()

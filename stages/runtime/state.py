@@ -81,7 +81,7 @@ class TrainingState:
         dtype = operators.dtype(buffer.dtype)
         count = buffer.count or numel(parameter.spec)
         if buffer.role == "weight" and count == numel(parameter.spec):
-            shape, stride = _integers(parameter.spec.shape), _integers(parameter.spec.stride)
+            shape, stride = integers(parameter.spec.shape), integers(parameter.spec.stride)
             self.weights[buffer.owner] = arena.slot(buffer.offset, shape, stride, dtype)
         self._slots[buffer.id] = arena.slot(buffer.offset, (count,), (1,), dtype)
 
@@ -100,13 +100,14 @@ def numel(spec: g.TensorSpec) -> int:
     return g.element_count(spec, {})
 
 
-def _integers(sizes: list[g.Size]) -> tuple[int, ...]:
+def integers(sizes: list[g.Size]) -> tuple[int, ...]:
+    """Sizes of a parameter, which have no symbols."""
     return tuple(g.evaluate_size(size, {}) for size in sizes)
 
 
 def in_order_of(tensor: torch.Tensor, spec: g.TensorSpec) -> torch.Tensor:
     """`tensor` with the strides of a parameter of spec `spec`; itself where it has them already."""
-    stride = _integers(spec.stride)
+    stride = integers(spec.stride)
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype).copy_(tensor)
