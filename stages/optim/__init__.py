@@ -1,0 +1,1 @@
+"""Optimizer updates of one parameter, or a piece of one, for profiling and training alike."""
