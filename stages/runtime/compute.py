@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +10,9 @@ from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer, Instruction, Phase
 from stages.optim.kernel import UpdateKernel
 from stages.region import autograd
-from stages.region.interpreter import RegionFunction, node_references
+from stages.region.interpreter import RegionFunction
+from stages.region.sums import add_gradient, summed_in_engine
 from stages.runtime.state import StepState, TrainingState, flat, in_order_of, integers, numel
-
-#: operators whose backward sends each weight one gradient, so that sums over regions may be made
-#: outside the engine without regrouping
-_ONE_GRADIENT_PER_USE = ("aten.linear.", "aten.embedding.", "aten.addmm.", "aten.mm.", "aten.layer_norm.")
 
 #: elements that one pass of the finite check looks at, so that its mask stays small
 _CHECK_ELEMENTS = 1 << 20
@@ -46,7 +42,7 @@ class Compute:
         device = torch.device("cpu")
         self._functions = [RegionFunction(graph, region, device) for region in graph.regions]
         self._value_requires_grad = {value.name for value in graph.values if value.requires_grad}
-        self._seeded = [_weights_with_several_gradients(graph, region) for region in graph.regions]
+        self._seeded = [summed_in_engine(graph, region) for region in graph.regions]
         self._region_index = {region.name: index for index, region in enumerate(graph.regions)}
         self._seeded_somewhere = frozenset[str]().union(*self._seeded)
         self.step = StepState()
@@ -141,7 +137,7 @@ class Compute:
                 self.step.values[name] = output
 
     def _recompute(self, instruction: Instruction) -> None:
-        """Forward again for its activations, as if for the first time, and without a trace in RNG or buffers."""
+        """Forward again for its activations, as the first time; RNG and buffers do not notice."""
         region = self._graph.regions[instruction.region]
         tensors = self._tensors(region)
         tensors.update(self.step.buffers_before.pop(instruction.region, {}))
@@ -188,11 +184,10 @@ class Compute:
             self.step.value_gradients[name] = gradient
         elif name not in self.step.gradients or name in self._seeded[region]:
             self.step.gradients[name] = gradient
-        elif gradient.dim() < 2 or name in self._seeded_somewhere:
-            # may share memory with another gradient (autograd hands one tensor to both sides of a sum)
-            self.step.gradients[name] = self.step.gradients[name] + gradient
         else:
-            self.step.gradients[name].add_(gradient)
+            shared = name in self._seeded_somewhere
+            so_far = self.step.gradients[name]
+            self.step.gradients[name] = add_gradient(so_far, gradient, shares_memory=shared)
 
     def _check(self, name: str) -> None:
         """Norm and finiteness of a complete gradient."""
@@ -279,19 +274,6 @@ class Compute:
         with torch.no_grad():
             outputs = self._functions[instruction.region](self._tensors(region), self.sizes)
         self._take_outputs(instruction, outputs)
-
-
-def _weights_with_several_gradients(graph: g.RegionGraph, region: g.Region) -> frozenset[str]:
-    """Weights whose sum over regions must grow inside the engine: used more than once here, or by
-    an operator that may send them several gradients."""
-    uses: Counter[str] = Counter()
-    several: set[str] = set()
-    for node in graph.nodes[region.start : region.end]:
-        for name in node_references(node):
-            uses[name] += 1
-            if not node.op.startswith(_ONE_GRADIENT_PER_USE):
-                several.add(name)
-    return frozenset(name for name in region.gradients if uses[name] > 1 or name in several)
 
 
 def gradients_completed_by(phase: Phase, owners: dict[int, Buffer]) -> dict[int, tuple[str, ...]]:
