@@ -133,7 +133,10 @@ def _person_folders(arguments: list[str]) -> Iterator[Path]:
 
 def _check_sweep(overrides: list[str], folders: list[Path]) -> None:
     """Hydra lets an argument silently replace a sweep's values, and then runs one job."""
-    given = dict(override.partition("=")[::2] for override in overrides)
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        given[key] = value
     name = given.get("sweep")
     if name is None:
         return
@@ -146,7 +149,9 @@ def _check_sweep(overrides: list[str], folders: list[Path]) -> None:
                     f"sweep={name} sweeps {key} over {params[key]}, and {key}={given[key]} fixes it; remove "
                     f"one of the two, or give your own values with hydra.sweeper.params.{key}='...'"
                 )
-                raise ConfigError(message, key=key, found=given[key], expected=f"no {key}=, or no sweep={name}")
+                raise ConfigError(
+                    message, key=key, found=given[key], expected=f"no {key}=, or no sweep={name}"
+                )
 
 
 def _compose_and_run(command: Command, arguments: list[str]) -> int:
@@ -260,7 +265,9 @@ def _explain_value(error: OmegaConfBaseException) -> ConfigError:
     first = str(error).strip().splitlines()[0]
     found = "" if error.value is None else str(error.value)
     expected = _expected_type(key)
-    return ConfigError(f"{key} cannot be used: {first}; expected {expected}", key=key, found=found, expected=expected)
+    return ConfigError(
+        f"{key} cannot be used: {first}; expected {expected}", key=key, found=found, expected=expected
+    )
 
 
 def _expected_type(key: str) -> str:

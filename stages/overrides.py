@@ -54,7 +54,9 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
     section, _, last = key.rpartition(".")
     siblings = [name for name in candidates if section and name.rpartition(".")[0] == section]
     if siblings:
-        close = difflib.get_close_matches(key[len(section) :], [name[len(section) :] for name in siblings], n=1)
+        close = difflib.get_close_matches(
+            key[len(section) :], [name[len(section) :] for name in siblings], n=1
+        )
         return section + close[0] if close else None
     whole = difflib.get_close_matches(key, candidates, n=1)
     if whole:

@@ -54,7 +54,10 @@ Artifact = TypeVar("Artifact", bound=Struct)
 
 
 def peak_bytes() -> int:
-    """The largest resident memory that this process has had, interpreter included (VmHWM)."""
+    """The largest resident memory (VmHWM) of this process, interpreter included.
+
+    Since its start, or since the mark was reset through /proc/self/clear_refs.
+    """
     try:
         status = Path("/proc/self/status").read_text()
     except FileNotFoundError:  # not Linux; bytes on macOS
@@ -173,12 +176,18 @@ class Order:
             raise ArtifactError(f"no {kind} was given; expected --in {kind}=PATH", key=kind)
         return envelope.load_with_provenance(self.inputs[kind], record)
 
-    def save(self, artifact: Struct) -> None:
-        """Writes `artifact` where the order says, with this process's peak so far."""
+    def save(self, artifact: Struct, known_peak_bytes: int = 0) -> None:
+        """Writes `artifact` where the order says, with this process's peak so far.
+
+        Args:
+            known_peak_bytes: A peak from before the kernel's mark was reset, where the stage did so.
+        """
         kind = envelope.kind_of(artifact)
         msgspec.json.encode(artifact)  # the peak of encoding belongs to the peak that is recorded
         hashes = {name: envelope.content_hash(path) for name, path in self.inputs.items()}
-        provenance = Provenance(key=self.key, versions=versions(), peak_bytes=peak_bytes())
+        provenance = Provenance(
+            key=self.key, versions=versions(), peak_bytes=max(peak_bytes(), known_peak_bytes)
+        )
         envelope.save(self.outputs[kind], artifact, inputs=hashes, provenance=provenance)
 
 

@@ -82,14 +82,16 @@ class Pipeline:
             self._start(stage, self.artifacts, paths, key)
         else:
             raise ArtifactError(
-                f"the store {self.store.folder} has no result of the {stage} stage for this configuration; run "
-                f"`python -m {MODULES[stage]}` with the same arguments first",
+                f"the store {self.store.folder} has no result of the {stage} stage for this "
+                f"configuration; run `python -m {MODULES[stage]}` with the same arguments first",
                 key="store",
                 found="nothing",
                 expected=f"{stage}/{key}",
             )
         # the timeline is the predicted one; the run folder's timeline.json holds both
-        self.artifacts |= {("predicted" if kind == "timeline" else kind): path for kind, path in paths.items()}
+        self.artifacts |= {
+            ("predicted" if kind == "timeline" else kind): path for kind, path in paths.items()
+        }
         for kind, path in paths.items():
             if kind != "timeline":
                 shutil.copyfile(path, self.run_folder / path.name)
@@ -104,7 +106,12 @@ class Pipeline:
     def _start(self, stage: str, inputs: dict[str, Path], outputs: dict[str, Path], key: str = "") -> None:
         say(f"{stage}: started")
         begin = time.monotonic()
-        command = stage_command(stage, self.composed, self.run_folder, inputs=inputs, outputs=outputs, key=key)
+        if stage == "report":
+            command = [sys.executable, "-m", MODULES[stage], str(self.run_folder)]
+        else:
+            command = stage_command(
+                stage, self.composed, self.run_folder, inputs=inputs, outputs=outputs, key=key
+            )
         code = run_child(command, stage_environment(self.config))
         if code != 0:
             self._explain(stage, code)

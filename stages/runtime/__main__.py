@@ -24,8 +24,11 @@ def work(order: Order) -> None:
         timelines.insert(0, envelope.load(order.inputs["predicted"], Timeline))
     trace = msgspec.json.encode(to_chrome_trace(timelines))
     envelope.write_atomically(order.run_folder / "timeline.json", trace)
-    peaks = {**costs.stage_peak_bytes, "solve": solve_provenance.peak_bytes, "runtime": peak_bytes()}
-    write_summary(order, msgspec.structs.replace(summary, peak_bytes_by_stage=peaks, peak_bytes=max(peaks.values())))
+    # the loop resets the kernel's mark at each step, and keeps the largest
+    own = max(summary.peak_bytes_by_stage.get("runtime", 0), *summary.step_peak_bytes, peak_bytes())
+    peaks = {**costs.stage_peak_bytes, "solve": solve_provenance.peak_bytes, "runtime": own}
+    complete = msgspec.structs.replace(summary, peak_bytes_by_stage=peaks, peak_bytes=max(peaks.values()))
+    write_summary(order, complete)
 
 
 def write_summary(order: Order, summary: Summary) -> None:

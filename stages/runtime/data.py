@@ -68,7 +68,9 @@ class RowBatches:
 
     def seek(self, position: int) -> None:
         if position < 0:
-            raise DataError(f"data position {position} cannot be set; expected at least 0", found=str(position))
+            raise DataError(
+                f"data position {position} cannot be set; expected at least 0", found=str(position)
+            )
         self._position = position
 
     def next(self) -> dict[str, torch.Tensor]:
@@ -93,8 +95,8 @@ class RowBatches:
             row = first + int(np.argwhere(tokens == wrong)[0][0])
             end = "" if self._vocabulary is None else f" to {self._vocabulary - 1}, the model's vocabulary"
             raise DataError(
-                f"{self._rows.description} has token {wrong} in row {row}; expected tokens from 0{end}. Give data "
-                f"made for this model, or a larger vocabulary",
+                f"{self._rows.description} has token {wrong} in row {row}; expected tokens from 0{end}. "
+                f"Give data made for this model, or a larger vocabulary",
                 key="data.path",
                 found=str(wrong),
                 expected=f"0{end}",
@@ -123,7 +125,9 @@ def open_batches(config: RunConfig, graph: g.RegionGraph, path: str | None = Non
     """
     unfit = [spec.name for spec in graph.inputs if spec.spec.dtype != "int64"]
     if unfit:
-        message = f"input {unfit[0]} of the model is no int64 tensor, and data={config.data.name} gives tokens"
+        message = (
+            f"input {unfit[0]} of the model is no int64 tensor, and data={config.data.name} gives tokens"
+        )
         raise DataError(message, key="model.inputs", found=unfit[0], expected="inputs that take tokens")
     vocabulary = vocabulary_size(graph)
     rows = open_rows(config, vocabulary, config.data.path if path is None else path)

@@ -154,7 +154,9 @@ def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     skipped = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
     files = sorted(
-        file for file in root.rglob("*.py") if not any(part in skipped for part in file.relative_to(root).parts)
+        file
+        for file in root.rglob("*.py")
+        if not any(part in skipped for part in file.relative_to(root).parts)
     )
     if not files:
         message = f"Python's standard library has no sources in {root}; give data.path=FILE_OR_FOLDER"

@@ -43,11 +43,15 @@ def _tokenize_apart(files: list[Path], tokenizer: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"data: tokenizing {len(files)} files", flush=True)
     command = [sys.executable, "-m", "stages.runtime.tokenizing", str(tokenizer), str(target)]
-    names = "\0".join(str(file) for file in files)  # by standard input: there may be too many for a command line
+    names = "\0".join(
+        str(file) for file in files
+    )  # by standard input: there may be too many for a command line
     code = subprocess.run(command, input=names.encode(), check=False).returncode
     if code != 0:
         message = f"the tokenizer in {tokenizer} failed (exit code {code}); its output above says why"
-        raise DataError(message, key="data.tokenizer", found=str(tokenizer), expected="a tokenizer that loads")
+        raise DataError(
+            message, key="data.tokenizer", found=str(tokenizer), expected="a tokenizer that loads"
+        )
 
 
 def tokenize_files(tokenizer: Any, files: list[Path], target: Path) -> None:
