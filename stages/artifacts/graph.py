@@ -197,6 +197,8 @@ class Initial(Struct):
     folder: str = ""
     files: list[str] = []
     keys: dict[str, str] = {}
+    #: the only seed that the record holds for (the constructor branched on drawn numbers); None: any
+    seed: int | None = None
 
 
 class RegionGraph(Struct):
