@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stages.artifacts.graph import RegionGraph
-from stages.process import Order, stage_main
+from stages.process import Order, peak_bytes, stage_main
 
 
 def work(order: Order) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.region import operators
+from stages.region.sums import summed_in_engine
 
 _STANDARD_DEVIATION = 0.02
 
@@ -19,8 +20,8 @@ class Case:
     Attributes:
         gradients_of: Inputs and weights that backward is asked for.
         received: Outputs whose gradient later regions (or the loss) send.
-        sums: Names in `gradients_of` that later regions have already sent a gradient to: these are
-            roots too, and the sum is made beside the old one.
+        sums: Names in `gradients_of` that later regions have already sent a gradient to and whose
+            sum grows inside the engine: these are roots too, and the new sum is made beside the old.
     """
 
     region: g.Region
@@ -38,8 +39,8 @@ def representative_cases(graph: g.RegionGraph) -> dict[int, Case]:
     seen_later: set[str] = set()
     chosen: dict[int, tuple[int, Case]] = {}
     for region in reversed(graph.regions):
-        inputs = {name for name in region.inputs if name in values and values[name].requires_grad}
-        wanted = frozenset(inputs | set(region.gradients))
+        inputs = frozenset(name for name in region.inputs if name in values and values[name].requires_grad)
+        wanted = inputs | frozenset(region.gradients)
         case = Case(
             region=region,
             gradients_of=wanted,
@@ -48,7 +49,7 @@ def representative_cases(graph: g.RegionGraph) -> dict[int, Case]:
                 for name in region.outputs
                 if name == graph.loss or (values[name].requires_grad and values[name].consumers)
             ),
-            sums=wanted & seen_later,
+            sums=(inputs | summed_in_engine(graph, region)) & seen_later,
         )
         seen_later |= wanted
         specs = [values[name].spec if name in values else parameters[name].spec for name in case.sums]

@@ -1,6 +1,6 @@
 """How much memory a training process holds before its first tensor.
 
-    python -m stages.trace.profile.training_process THREADS < graph.json
+    python -m stages.trace.profile.training_process < order.json
 
 Run by the profile stage as a process of its own: it imports what the runtime imports (by name: no
 stage's code calls another's), decodes the graph, builds its regions, starts the lanes' threads,
@@ -15,31 +15,46 @@ import pkgutil
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from stages.artifacts import graph as g
+from stages.config import OptimizerConfig
+from stages.optim.kernel import CHUNK_MULTIPLE, UpdateKernel
+from stages.optim.make import make_kernel
 from stages.region import memory
 from stages.region.interpreter import RegionFunction
 
 #: as the runtime sets it: blocks of this size leave the process when freed
 LARGE_BLOCK_BYTES = 1 << 20
 
-_PACKAGES = ("stages.process", "stages.artifacts", "stages.region", "stages.optim", "stages.runtime")
+#: the optimizer brings what it needs itself: some of its modules load the compiler
+_PACKAGES = ("stages.process", "stages.artifacts", "stages.region", "stages.runtime")
 _WORKERS = 2  # the read and write lanes
 _WARM_SIDE = 256
 
 
-def measure_training_process(graph: g.RegionGraph, threads: int) -> int:
-    """Resident bytes of a process that could train `graph` with `threads` threads.
+@dataclass(frozen=True)
+class Order:
+    """What the process is to be ready for."""
+
+    graph: g.RegionGraph
+    optimizer: OptimizerConfig
+    precision: str
+    threads: int
+
+
+def measure_training_process(order: Order) -> int:
+    """Resident bytes of a process that could train.
 
     Raises:
         RuntimeError: The process failed; the message holds what it said.
     """
     finished = subprocess.run(
-        [sys.executable, "-m", "stages.trace.profile.training_process", str(threads)],
-        input=msgspec.json.encode(graph),
+        [sys.executable, "-m", "stages.trace.profile.training_process"],
+        input=msgspec.json.encode(order),
         capture_output=True,
         check=False,
     )
@@ -69,11 +84,14 @@ def import_everything(packages: tuple[str, ...]) -> None:
 
 def main() -> None:
     memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
-    torch.set_num_threads(int(sys.argv[1]))
     import_everything(_PACKAGES)
-    graph = msgspec.json.decode(sys.stdin.buffer.read(), type=g.RegionGraph)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    torch.set_num_threads(order.threads)
+    graph = order.graph
     functions = [RegionFunction(graph, region, torch.device("cpu")) for region in graph.regions]
+    kernel = make_kernel(order.optimizer.name, order.optimizer, order.precision)
     warm_up()
+    _update_once(kernel)
     stop = threading.Event()
     workers = [threading.Thread(target=stop.wait) for _ in range(_WORKERS)]
     for worker in workers:
@@ -83,6 +101,12 @@ def main() -> None:
     resident = memory.resident_bytes()
     stop.set()
     print(len(functions), resident)
+
+
+def _update_once(kernel: UpdateKernel) -> None:
+    weight = torch.zeros(CHUNK_MULTIPLE)
+    states = kernel.init_state("baseline", weight)
+    kernel.update(weight, torch.zeros(CHUNK_MULTIPLE), states, 1, 0.0, shape=(CHUNK_MULTIPLE,))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""What the optimizer's update costs, and what it keeps of each parameter."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from stages.artifacts import graph as g
+from stages.artifacts.costs import OptimizerCost, StateSpec
+from stages.optim.kernel import CHUNK_MULTIPLE, UpdateKernel
+from stages.region import operators
+from stages.trace.profile.peak import PeakGauge
+
+#: of a chunk that is timed: more than caches hold, yet small beside any budget
+_CHUNK_ELEMENTS = 2 * 2**20
+_REPEATS = 9
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A made-up parameter to update, in the dtypes of the graph's parameters."""
+
+    shape: tuple[int, ...]
+    weight_dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def measure_optimizer(graph: g.RegionGraph, kernel: UpdateKernel, gauge: PeakGauge) -> OptimizerCost:
+    """Times one update of a chunk in memory, and one of the smallest size for its latency."""
+    large, small = _subjects(graph, kernel)
+    with torch.random.fork_rng(devices=[]):
+        large_ns, workspace_bytes = _measure(kernel, large, gauge)
+        small_ns = _measure(kernel, small, gauge)[0]
+    # the smallest update is all latency, unless both are about equal
+    spent_ns = max(large_ns - small_ns, large_ns // 2, 1)
+    return OptimizerCost(
+        implementation=kernel.implementation,
+        chunkable=kernel.chunkable,
+        elements_per_s=max(1, int(large.elements * 1e9 / spent_ns)),
+        latency_ns=min(small_ns, large_ns // 2),
+        states=_states(graph, kernel),
+        workspace_bytes_per_element=round(workspace_bytes / large.elements),
+    )
+
+
+def _trained(graph: g.RegionGraph) -> list[g.Parameter]:
+    return [p for p in graph.parameters if p.role == "parameter" and p.requires_grad]
+
+
+def _shape(parameter: g.Parameter) -> tuple[int, ...]:
+    return tuple(g.evaluate_size(size, {}) for size in parameter.spec.shape)
+
+
+def _subjects(graph: g.RegionGraph, kernel: UpdateKernel) -> tuple[_Subject, _Subject]:
+    """A large and a small one: chunks, or for kernels that take no chunks, shapes of the model."""
+    trained = _trained(graph)
+    dtype = operators.dtype(trained[0].spec.dtype) if trained else torch.float32
+    if kernel.chunkable or not trained:
+        return _Subject((_CHUNK_ELEMENTS,), dtype), _Subject((CHUNK_MULTIPLE,), dtype)
+    shapes = sorted((_shape(parameter) for parameter in trained), key=math.prod)
+    fitting = [shape for shape in shapes if math.prod(shape) <= _CHUNK_ELEMENTS]
+    return _Subject((fitting or shapes)[-1 if fitting else 0], dtype), _Subject(shapes[0], dtype)
+
+
+def _measure(kernel: UpdateKernel, subject: _Subject, gauge: PeakGauge) -> tuple[int, int]:
+    """Nanoseconds of one update, and its peak memory beyond weight, master, gradient and state."""
+    master = torch.randn(subject.elements).mul_(0.02)
+    gradient = torch.randn(subject.elements).mul_(0.02).to(subject.weight_dtype)
+    states = kernel.init_state("profile", master.view(subject.shape))
+    update = _update(kernel, subject, master, gradient, states)
+    update()
+    workspace_bytes = gauge.peak_of(update)[1]
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter_ns()
+        update()
+        times.append(time.perf_counter_ns() - start)
+    # others' work on this machine only ever adds time
+    return min(times), workspace_bytes
+
+
+def _update(
+    kernel: UpdateKernel,
+    subject: _Subject,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+) -> Callable[[], None]:
+    if gradient.dtype == master.dtype:
+        return lambda: kernel.update(master, gradient, states, 1, 1e-3, shape=subject.shape)
+    weight = master.to(subject.weight_dtype)
+    return lambda: kernel.update_low_precision(
+        weight, master, gradient, states, 1, 1e-3, inverse_scale=0.5, shape=subject.shape
+    )
+
+
+def _states(graph: g.RegionGraph, kernel: UpdateKernel) -> dict[str, list[StateSpec]]:
+    """Specs per parameter; under bf16 and fp16 the optimizer works on the fp32 master."""
+    updated = {"float16": "float32", "bfloat16": "float32"}
+    return {
+        parameter.name: kernel.state_specs(
+            _shape(parameter), updated.get(parameter.spec.dtype, parameter.spec.dtype)
+        )
+        for parameter in _trained(graph)
+    }

@@ -1,0 +1,123 @@
+"""The profile stage: what each region kind, link and update costs on this machine.
+
+Regions are measured one kind at a time on stand-in tensors, so that the stage never holds more of
+the model than the largest region, which any plan must hold too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from stages.artifacts import graph as g
+from stages.artifacts.costs import Costs, RegionCost
+from stages.artifacts.errors import InfeasibleBudgetError
+from stages.config import RunConfig
+from stages.optim.make import make_kernel
+from stages.region import memory
+from stages.trace.profile.links import measure_links
+from stages.trace.profile.optimizer import measure_optimizer
+from stages.trace.profile.peak import PeakGauge
+from stages.trace.profile.regions import measure_region
+from stages.trace.profile.room import available_bytes
+from stages.trace.profile.stand_ins import Case, least_bytes, representative_cases
+from stages.trace.profile.training_process import (
+    LARGE_BLOCK_BYTES,
+    Order,
+    measure_training_process,
+    warm_up,
+)
+
+#: for repeats of all region kinds together, beyond the three runs that each one gets
+_REPEATING_S = 8.0
+_LINKS_S = 2.0
+
+
+def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
+    """Measures `graph` on this machine. Leaves neither files nor a changed random state behind.
+
+    Raises:
+        InfeasibleBudgetError: The largest region does not fit into the memory that is there.
+        StorageError: The disk tier's folder cannot be used.
+        ConfigError: The optimizer cannot be used.
+    """
+    memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+    threads = torch.get_num_threads()
+    kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    idle_bytes = measure_training_process(Order(graph, config.optimizer, graph.precision, threads))
+    gauge = PeakGauge()
+    warm_up()
+    before = _settled_bytes()
+    regions = _measure_regions(graph, gauge, idle_bytes)
+    # kernel caches and scratch memory that this model's operators leave in the process
+    caches_bytes = max(0, _settled_bytes() - before)
+    optimizer = measure_optimizer(graph, kernel, gauge)
+    links = measure_links(_existing(disk_folder(config)), seconds=_LINKS_S)
+    return Costs(
+        device="cpu",
+        threads=threads,
+        source="measured",
+        baseline_bytes=idle_bytes + caches_bytes,
+        stage_peak_bytes={"profile": gauge.process_peak_bytes},
+        regions=regions,
+        links=links,
+        optimizer=optimizer,
+    )
+
+
+def _measure_regions(graph: g.RegionGraph, gauge: PeakGauge, idle_bytes: int) -> list[RegionCost]:
+    cases = representative_cases(graph)
+    costs = []
+    for position, case in enumerate(cases.values(), start=1):
+        _check_room(graph, case, idle_bytes)
+        started = time.monotonic()
+        costs.append(measure_region(graph, case, gauge, seconds=_REPEATING_S / len(cases)))
+        print(
+            f"profile: kind {position} of {len(cases)} ({case.region.name}), forward "
+            f"{costs[-1].forward_ns / 1e6:.1f} ms, backward {costs[-1].backward_ns / 1e6:.1f} ms, "
+            f"measured in {time.monotonic() - started:.1f} s",
+            flush=True,
+        )
+    return costs
+
+
+def _check_room(graph: g.RegionGraph, case: Case, idle_bytes: int) -> None:
+    """Refuses, from shapes alone, a region that would get this process killed."""
+    needed, available = least_bytes(graph, case), available_bytes()
+    if needed > available:
+        raise InfeasibleBudgetError(
+            f"region {case.region.name} holds at least {needed} bytes during its backward (inputs, weights and "
+            f"their gradients); {available} bytes of memory are available here. Use a smaller "
+            f"data.batch_size or data.seq_len, or more memory",
+            key="budget",
+            found=f"{available} bytes available",
+            expected=f"{needed} bytes for region {case.region.name}",
+            least_feasible_bytes=idle_bytes + needed,
+        )
+
+
+def _settled_bytes() -> int:
+    gc.collect()
+    memory.trim()
+    return memory.resident_bytes()
+
+
+def disk_folder(config: RunConfig) -> Path:
+    """Where the disk tier will be: as configured, or the user's cache folder."""
+    if config.tiers.disk:
+        return Path(config.tiers.disk)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _existing(folder: Path) -> Path:
+    """`folder` or its nearest ancestor that exists: the same filesystem, and nothing is made there."""
+    folder = folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
