@@ -1,0 +1,1 @@
+"""From a placement to the program that carries it out; see `lower`."""

@@ -1,0 +1,231 @@
+"""The buffers of a program, and their homes on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stages.artifacts.errors import ArtifactError
+from stages.artifacts.plan import ALIGNMENT, Buffer, Placement
+from stages.solve.problem import Piece, PlannedParameter, Problem, align
+
+#: offset of a planned buffer until the layout gives it one
+UNPLACED = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, start+count) of a parameter, updated at once."""
+
+    start: int
+    count: int
+
+
+def spans_of(problem: Problem, placement: Placement, parameter: PlannedParameter) -> list[Span]:
+    """How the update cuts a parameter.
+
+    Raises:
+        ArtifactError: The chunk length would put pieces off the disk's alignment.
+    """
+    chunk = placement.chunk_elements
+    if chunk < 1 or chunk % ALIGNMENT:
+        raise ArtifactError(f"chunk_elements is {chunk}; expected a positive multiple of {ALIGNMENT}")
+    if not problem.optimizer.chunkable or parameter.elements <= chunk:
+        return [Span(0, parameter.elements)]
+    starts = range(0, parameter.elements, chunk)
+    return [Span(start, min(chunk, parameter.elements - start)) for start in starts]
+
+
+class BufferTable:
+    """Gives buffers ids and extents. What depends on lowering's choices is made on first request."""
+
+    def __init__(self, problem: Problem, placement: Placement) -> None:
+        self._problem = problem
+        self._placement = placement
+        self.buffers: list[Buffer] = []
+        self.disk_bytes = 0
+        self.streamed = frozenset(
+            name
+            for name, parameter in problem.parameters.items()
+            # what no region reads has no business on the device
+            if not parameter.uses
+            or any(placement.regions[region].weights == "streamed" for region in parameter.uses)
+        )
+        self._extents: dict[tuple[str, str, str], int] = {}
+        self._ids: dict[tuple[str, str, str, int], int] = {}
+        for parameter in problem.parameters.values():
+            self.weight(parameter)
+        self._add_pieces()
+        self._add_weight_pieces()
+        for name in problem.persistent:
+            self.persistent(name)
+
+    # parameters
+
+    def weight(self, parameter: PlannedParameter) -> int:
+        streamed = parameter.name in self.streamed
+        return self._add(
+            "weight",
+            parameter.name,
+            parameter.bytes,
+            parameter.dtype,
+            planned=bool(parameter.uses),
+            extent=self._extent("weight", parameter.name, parameter.bytes) if streamed else None,
+            resident=not streamed,
+            count=parameter.elements,
+        )
+
+    def weight_piece(self, parameter: PlannedParameter, span: Span) -> int:
+        """Elements of a streamed weight; the weight itself where the span is all of it."""
+        if span.count == parameter.elements:
+            return self.weight(parameter)
+        return self._piece(parameter, "weight", span)
+
+    def gradient_piece(self, parameter: PlannedParameter, span: Span) -> int:
+        """Elements of a gradient that comes back from disk into a slot."""
+        return self._piece(parameter, "gradient", span)
+
+    def _piece(self, parameter: PlannedParameter, role: str, span: Span) -> int:
+        return self._add(
+            role,
+            parameter.name,
+            span.count * parameter.itemsize,
+            parameter.dtype,
+            planned=True,
+            extent=self._extents[(role, parameter.name, "")] + span.start * parameter.itemsize,
+            start=span.start,
+            count=span.count,
+            key=f"{role} piece",
+        )
+
+    def optimizer_pieces(self, parameter: PlannedParameter, span: Span) -> list[int]:
+        """Optimizer state and master of the span; whole tensors where they are resident."""
+        return [self._optimizer_piece(parameter, piece, span) for piece in parameter.pieces]
+
+    def _optimizer_piece(self, parameter: PlannedParameter, piece: Piece, span: Span) -> int:
+        if not self.streams(parameter, piece):
+            span = Span(0, piece.elements)
+        elif piece.elements != parameter.elements:
+            span = Span(0, piece.elements)
+        return self._ids[(piece.role, parameter.name, piece.state, span.start)]
+
+    def streams(self, parameter: PlannedParameter, piece: Piece) -> bool:
+        """Whether the piece waits on disk. A state that does not grow with its parameter (a count)
+        stays, unless updates take whole parameters."""
+        if self._placement.state.get(parameter.name, "resident") != "streamed":
+            return False
+        return piece.elements == parameter.elements or not self._problem.optimizer.chunkable
+
+    def _add_pieces(self) -> None:
+        for parameter in self._problem.updated:
+            for piece in parameter.pieces:
+                streams = self.streams(parameter, piece)
+                spans = [Span(0, piece.elements)]
+                if streams:
+                    self._extent(piece.role, parameter.name, piece.bytes, piece.state)
+                    if piece.elements == parameter.elements:
+                        spans = spans_of(self._problem, self._placement, parameter)
+                for span in spans:
+                    if streams:
+                        extent = self._extents[(piece.role, parameter.name, piece.state)]
+                        extent += span.start * piece.itemsize
+                    self._add(
+                        piece.role,
+                        parameter.name,
+                        span.count * piece.itemsize,
+                        piece.dtype,
+                        planned=True,
+                        extent=extent if streams else None,
+                        resident=not streams,
+                        state=piece.state,
+                        start=span.start,
+                        count=span.count,
+                    )
+
+    def _add_weight_pieces(self) -> None:
+        """A streamed weight that its master replaces, or that is away, is written in pieces."""
+        deferred = self._placement.gradients != "consume"
+        for parameter in self._problem.updated:
+            if parameter.name in self.streamed and (parameter.has_master or deferred):
+                for span in spans_of(self._problem, self._placement, parameter):
+                    self.weight_piece(parameter, span)
+
+    def gradient(self, parameter: PlannedParameter) -> int:
+        moves = self._placement.gradients == "move"
+        extent = self._extent("gradient", parameter.name, parameter.bytes) if moves else None
+        return self._add("gradient", parameter.name, parameter.bytes, parameter.dtype, extent=extent)
+
+    def persistent(self, name: str) -> int:
+        buffer = self._problem.persistent[name]
+        return self._add("persistent", name, buffer.bytes, buffer.dtype, resident=True)
+
+    # activations
+
+    def value(self, name: str) -> int:
+        value = self._problem.values[name]
+        moves = self._placement.values.get(name, "keep") == "move" and value.movable
+        extent = self._extent("value", name, value.bytes) if moves else None
+        return self._add("value", name, value.bytes, value.dtype, extent=extent, resident=value.producer < 0)
+
+    def value_gradient(self, name: str) -> int:
+        value = self._problem.values[name]
+        return self._add("value_gradient", name, value.bytes, value.dtype)
+
+    def saved(self, region: int) -> int:
+        planned = self._problem.regions[region]
+        moves = self._placement.regions[region].activations == "move" and planned.cost.saved_bytes > 0
+        extent = self._extent("saved", planned.name, planned.saved_extent_bytes) if moves else None
+        return self._add("saved", planned.name, planned.cost.saved_bytes, "uint8", extent=extent)
+
+    def evaluation_value(self, problem: Problem, name: str) -> int:
+        """A value of the evaluation graph; its batch takes the place of the training batch."""
+        value = problem.values[name]
+        key = "value" if value.producer < 0 and self._same_input(name, value.bytes) else "evaluation value"
+        return self._add("value", name, value.bytes, value.dtype, resident=value.producer < 0, key=key)
+
+    def _same_input(self, name: str, size_bytes: int) -> bool:
+        known = self._problem.values.get(name)
+        return known is not None and known.producer < 0 and known.bytes == size_bytes
+
+    # records
+
+    def _extent(self, role: str, owner: str, size_bytes: int, state: str = "") -> int:
+        key = (role, owner, state)
+        if key not in self._extents:
+            self._extents[key] = self.disk_bytes
+            self.disk_bytes += align(max(1, size_bytes))
+        return self._extents[key]
+
+    def _add(
+        self,
+        role: str,
+        owner: str,
+        size_bytes: int,
+        dtype: str,
+        *,
+        planned: bool = False,
+        extent: int | None = None,
+        resident: bool = False,
+        state: str = "",
+        start: int = 0,
+        count: int = 0,
+        key: str = "",
+    ) -> int:
+        known = (key or role, owner, state, start)
+        if known not in self._ids:
+            self._ids[known] = len(self.buffers)
+            self.buffers.append(
+                Buffer(
+                    id=len(self.buffers),
+                    role=role,
+                    owner=owner,
+                    bytes=size_bytes,
+                    start=start,
+                    count=count,
+                    state=state,
+                    dtype=dtype,
+                    offset=UNPLACED if planned else None,
+                    extent=extent,
+                    resident=resident,
+                )
+            )
+        return self._ids[known]

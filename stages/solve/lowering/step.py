@@ -1,0 +1,232 @@
+"""Phase "step": forward and backward of every region, and the updates that may run inside."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from stages.artifacts.plan import Placement
+from stages.solve.lowering.buffers import BufferTable
+from stages.solve.lowering.draft import PhaseDraft
+from stages.solve.lowering.update import UpdateStream, units_of
+from stages.solve.lowering.windows import windows
+from stages.solve.problem import PlannedParameter, PlannedRegion, PlannedValue, Problem
+
+
+class Schedule:
+    """What begins and ends in which region slot.
+
+    fetches: slot -> (slot of the use, buffer), read before the slot's compute.
+    ends: slot -> buffers that end with the slot's forward or backward.
+    late_ends: slot -> buffers on their way to disk, which must have left before the slot begins.
+    """
+
+    def __init__(self) -> None:
+        self.fetches: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.ends: dict[int, list[int]] = defaultdict(list)
+        self.late_ends: dict[int, list[int]] = defaultdict(list)
+        #: buffers that are written to disk once made
+        self.stores: set[int] = set()
+
+
+def weight_uses(problem: Problem, parameter: PlannedParameter) -> list[int]:
+    """Slots that read a weight."""
+    return sorted((*parameter.uses, *(problem.backward_slot(region) for region in parameter.backward_uses)))
+
+
+def value_uses(problem: Problem, value: PlannedValue) -> list[int]:
+    """Slots that make or read a value. A region's inputs are needed until its backward: autograd
+    keeps handles to them, and a recompute reads them."""
+    made = [value.producer] if value.producer >= 0 else []
+    back = [problem.backward_slot(region) for region in value.backward_consumers]
+    return sorted((*made, *value.consumers, *back))
+
+
+def lead_of(problem: Problem, placement: Placement) -> Callable[[int], int]:
+    """How many slots before the use in a slot its fetch may start."""
+    count = len(problem.regions)
+    return lambda slot: placement.prefetch[slot if slot < count else 2 * count - 1 - slot]
+
+
+def build_schedule(problem: Problem, placement: Placement, table: BufferTable) -> Schedule:
+    schedule = Schedule()
+    lead = lead_of(problem, placement)
+    for name in problem.parameters:
+        if name in table.streamed:
+            _schedule_weight(schedule, problem, placement, table, problem.parameters[name], lead)
+    for value in problem.values.values():
+        if value.producer >= 0:
+            buffer = table.value(value.name)
+            moves = table.buffers[buffer].extent is not None
+            lag = placement.prefetch[value.producer]
+            _schedule_dynamic(schedule, buffer, value_uses(problem, value), lead, lag, moves=moves)
+    for region in problem.regions:
+        moves = table.buffers[table.saved(region.index)].extent is not None
+        if region.backward and moves:
+            uses = [region.index, problem.backward_slot(region.index)]
+            lag = placement.prefetch[region.index]
+            _schedule_dynamic(schedule, table.saved(region.index), uses, lead, lag, moves=True)
+    return schedule
+
+
+def _schedule_weight(
+    schedule: Schedule,
+    problem: Problem,
+    placement: Placement,
+    table: BufferTable,
+    parameter: PlannedParameter,
+    lead: Callable[[int], int],
+) -> None:
+    buffer = table.weight(parameter)
+    stays = windows(weight_uses(problem, parameter), lead)
+    for stay in stays:
+        schedule.fetches[stay.fetch].append((stay.first, buffer))
+    updated_in_place = parameter.updated and not parameter.has_master and placement.gradients == "consume"
+    for stay in stays[:-1] if updated_in_place else stays:
+        schedule.ends[stay.last].append(buffer)
+
+
+def _schedule_dynamic(
+    schedule: Schedule, buffer: int, uses: list[int], lead: Callable[[int], int], lag: int, *, moves: bool
+) -> None:
+    """A buffer that its first use makes and its last one ends; between, it may wait on disk."""
+    stays = windows(uses, lead, lag) if moves else []
+    for stay in stays[1:]:
+        schedule.fetches[stay.fetch].append((stay.first, buffer))
+    for stay in stays[:-1]:
+        schedule.late_ends[stay.last + 1 + lag].append(buffer)
+    if len(stays) > 1:
+        schedule.stores.add(buffer)
+    schedule.ends[uses[-1]].append(buffer)
+
+
+class StepLowering:
+    """Writes the phase down, slot by slot."""
+
+    def __init__(
+        self, problem: Problem, placement: Placement, table: BufferTable, draft: PhaseDraft
+    ) -> None:
+        self._problem = problem
+        self._placement = placement
+        self._table = table
+        self._draft = draft
+        self._schedule = build_schedule(problem, placement, table)
+        consumed = placement.gradients == "consume"
+        units = [
+            unit
+            for parameter in (problem.updated if consumed else ())
+            for unit in units_of(problem, placement, table, parameter, deferred=False)
+        ]
+        self._updates = UpdateStream(problem, draft, units, placement.chunk_slots - 1)
+        self._written: dict[int, int] = {}
+
+    def run(self) -> None:
+        for region in self._problem.regions:
+            self._begin(region.index)
+            self._forward(region)
+        for region in reversed(self._problem.regions):
+            slot = self._problem.backward_slot(region.index)
+            self._begin(slot)
+            if region.backward:
+                self._updates.fetch_ahead()
+                self._backward(region, slot)
+                self._complete_gradients(region, slot)
+        for slot in sorted(self._schedule.late_ends):
+            if slot >= self._problem.slots:
+                self._vacate(slot)
+
+    def _begin(self, slot: int) -> None:
+        self._vacate(slot)
+        for _, buffer in sorted(self._schedule.fetches[slot]):
+            # not before the previous slot has ended: that is what `prefetch` counts
+            self._draft.read(buffer, after=[self._draft.last_compute])
+
+    def _vacate(self, slot: int) -> None:
+        leaving = self._schedule.late_ends[slot]
+        if leaving:
+            self._draft.compute(
+                "free", frees=leaving, after=[self._written[buffer] for buffer in leaving]
+            )
+
+    def _store(self, buffers: list[int]) -> None:
+        for buffer in buffers:
+            self._written[buffer] = self._draft.write(buffer, free=False)
+
+    def _forward(self, region: PlannedRegion) -> None:
+        table, cost = self._table, region.cost
+        keep = region.backward and self._placement.regions[region.index].activations != "recompute"
+        outputs = [table.value(name) for name in region.outputs]
+        made = list(outputs)
+        peak = cost.forward_peak_bytes if keep else cost.dropped_forward_peak_bytes
+        if keep:
+            made.append(table.saved(region.index))
+        made_bytes = sum(table.buffers[buffer].bytes for buffer in made)
+        self._draft.compute(
+            "forward",
+            reads=[*self._inputs(region), *self._persistent(region)],
+            writes=[*made, *self._mutated(region)],
+            frees=self._schedule.ends[region.index],
+            region=region.index,
+            mode="keep" if keep else "drop",
+            workspace_bytes=max(0, peak - made_bytes),
+        )
+        self._store([buffer for buffer in made if buffer in self._schedule.stores])
+
+    def _inputs(self, region: PlannedRegion) -> list[int]:
+        """Values and weights that a region reads, forward and backward."""
+        weights = [self._table.weight(self._problem.parameters[name]) for name in region.weights]
+        return [*(self._table.value(name) for name in region.inputs), *weights]
+
+    def _persistent(self, region: PlannedRegion) -> list[int]:
+        return [self._table.persistent(name) for name in region.persistent]
+
+    def _mutated(self, region: PlannedRegion) -> list[int]:
+        return [self._table.persistent(name) for name in region.mutates]
+
+    def _backward(self, region: PlannedRegion, slot: int) -> None:
+        table, cost, draft = self._table, region.cost, self._draft
+        saved, inputs = table.saved(region.index), self._inputs(region)
+        if self._placement.regions[region.index].activations == "recompute":
+            draft.compute(
+                "recompute",
+                reads=inputs,
+                writes=[saved],
+                region=region.index,
+                workspace_bytes=max(0, cost.forward_peak_bytes - cost.saved_bytes),
+            )
+        received = [
+            table.value_gradient(name)
+            for name in region.outputs
+            if self._problem.values[name].receives_gradient
+        ]
+        sent = [
+            table.value_gradient(name)
+            for name in region.inputs
+            if self._problem.values[name].receives_gradient
+        ]
+        sent += [table.gradient(self._problem.parameters[name]) for name in region.gradients]
+        sums = [buffer for buffer in sent if draft.is_present(buffer)]
+        new_bytes = sum(table.buffers[buffer].bytes for buffer in sent if buffer not in sums)
+        saved_ends = [] if saved in self._schedule.ends[slot] else [saved]
+        draft.compute(
+            "backward",
+            reads=[saved, *inputs, *received, *sums],
+            writes=sent,
+            frees=[*self._schedule.ends[slot], *saved_ends, *received],
+            region=region.index,
+            workspace_bytes=max(0, cost.backward_peak_bytes - new_bytes),
+        )
+
+    def _complete_gradients(self, region: PlannedRegion, slot: int) -> None:
+        complete = [
+            parameter for parameter in self._problem.updated if parameter.update_region == region.index
+        ]
+        for parameter in complete:
+            gradient = self._table.gradient(parameter)
+            if self._placement.gradients == "consume":
+                self._updates.run(parameter.name)
+            elif self._placement.gradients == "move":
+                self._store([gradient])
+                lag = self._placement.prefetch[region.index]
+                self._schedule.late_ends[slot + 1 + lag].append(gradient)
+                self._draft.leaving.add(gradient)

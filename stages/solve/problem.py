@@ -1,0 +1,328 @@
+"""What the planner needs of a graph and its costs, in bytes, nanoseconds and region indices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from stages.artifacts.costs import Costs, LinkCost, OptimizerCost, RegionCost
+from stages.artifacts.errors import ArtifactError
+from stages.artifacts.graph import (
+    BYTES_PER_ELEMENT,
+    Parameter,
+    Region,
+    RegionGraph,
+    element_count,
+    planned_sizes,
+    storage_bytes,
+)
+from stages.artifacts.plan import ALIGNMENT
+
+_HALF_PRECISION = ("float16", "bfloat16")
+
+
+def align(size_bytes: int) -> int:
+    """`size_bytes` rounded up to what offsets and transfers are multiples of."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor that the optimizer keeps of a parameter: a state, or the fp32 master."""
+
+    role: str  # "state" | "master"
+    state: str
+    elements: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return BYTES_PER_ELEMENT[self.dtype]
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """A weight. Region indices are ascending.
+
+    update_region: the region after whose backward the weight is read no more and its gradient is
+    complete; -1 when it never receives a gradient.
+    """
+
+    name: str
+    elements: int
+    dtype: str
+    uses: tuple[int, ...]
+    backward_uses: tuple[int, ...]
+    gradient_regions: tuple[int, ...]
+    update_region: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    @property
+    def has_master(self) -> bool:
+        return any(piece.role == "master" for piece in self.pieces)
+
+    @property
+    def updated(self) -> bool:
+        return self.update_region >= 0
+
+
+@dataclass(frozen=True)
+class PersistentBuffer:
+    """A model buffer or constant: always on the device."""
+
+    name: str
+    bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PlannedValue:
+    """A tensor between regions.
+
+    receives_gradient: some backward sends it a gradient and another one reads it.
+    """
+
+    name: str
+    bytes: int
+    dtype: str
+    producer: int
+    consumers: tuple[int, ...]
+    backward_consumers: tuple[int, ...]  # those with a backward: they need it until then
+    receives_gradient: bool
+    movable: bool
+
+
+@dataclass(frozen=True)
+class PlannedRegion:
+    index: int
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    persistent: tuple[str, ...]
+    mutates: tuple[str, ...]
+    gradients: tuple[str, ...]  # weights that receive one here
+    backward: bool
+    checkpoint: bool
+    cost: RegionCost
+
+    @property
+    def saved_extent_bytes(self) -> int:
+        """Bytes on disk of what autograd keeps: each storage starts on its own boundary."""
+        return sum(align(size) for size in self.cost.saved_storages) or align(self.cost.saved_bytes)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A graph and its costs, reduced to what planning reads."""
+
+    precision: str
+    device: str
+    regions: tuple[PlannedRegion, ...]
+    values: dict[str, PlannedValue]
+    parameters: dict[str, PlannedParameter]
+    persistent: dict[str, PersistentBuffer]
+    read: LinkCost
+    write: LinkCost
+    optimizer: OptimizerCost
+    baseline_bytes: int
+    stage_peak_bytes: int
+    allocator_overhead_ppm: int
+
+    @cached_property
+    def updated(self) -> tuple[PlannedParameter, ...]:
+        """Parameters that receive a gradient, in the order in which it becomes complete."""
+        found = [parameter for parameter in self.parameters.values() if parameter.updated]
+        return tuple(sorted(found, key=lambda parameter: -parameter.update_region))
+
+    @cached_property
+    def slots(self) -> int:
+        """Region slots of a step: every forward, then every backward."""
+        return 2 * len(self.regions)
+
+    @property
+    def defers_update(self) -> bool:
+        """Under fp16 the overflow check comes before any update."""
+        return self.precision == "fp16"
+
+    def backward_slot(self, region: int) -> int:
+        return self.slots - 1 - region
+
+
+def build_problem(graph: RegionGraph, costs: Costs) -> Problem:
+    """Reduces `graph` and `costs`.
+
+    Raises:
+        ArtifactError: They do not fit each other, or the graph's regions do not fit its values.
+    """
+    links = {link.name: link for link in costs.links}
+    for name in ("disk_read", "disk_write"):
+        if name not in links:
+            raise ArtifactError(f"costs lack the link {name}; found {', '.join(links)}. Profile again")
+    has_backward = _regions_with_backward(graph)
+    parameters = {parameter.name: parameter for parameter in graph.parameters}
+    return Problem(
+        precision=graph.precision,
+        device=costs.device,
+        regions=_planned_regions(graph, costs, has_backward),
+        values=_planned_values(graph, has_backward),
+        parameters=_planned_parameters(graph, costs, has_backward),
+        persistent={
+            name: PersistentBuffer(
+                name, storage_bytes(parameter.spec, planned_sizes(graph)), parameter.spec.dtype
+            )
+            for name, parameter in parameters.items()
+            if parameter.role != "parameter"
+        },
+        read=links["disk_read"],
+        write=links["disk_write"],
+        optimizer=costs.optimizer,
+        baseline_bytes=costs.baseline_bytes,
+        stage_peak_bytes=max(costs.stage_peak_bytes.values(), default=0),
+        allocator_overhead_ppm=costs.allocator_overhead_ppm,
+    )
+
+
+def _regions_with_backward(graph: RegionGraph) -> list[bool]:
+    """A region has a backward if a gradient reaches an output of it and something in it wants one."""
+    differentiable = {value.name for value in graph.values if value.requires_grad}
+    reached = {graph.loss}
+    has_backward = [False] * len(graph.regions)
+    for index in reversed(range(len(graph.regions))):
+        region = graph.regions[index]
+        wanted = [name for name in region.inputs if name in differentiable]
+        arrives = any(name in reached and name in differentiable for name in region.outputs)
+        has_backward[index] = arrives and bool(wanted or region.gradients)
+        if has_backward[index]:
+            reached.update(wanted)
+    return has_backward
+
+
+def _planned_regions(
+    graph: RegionGraph, costs: Costs, has_backward: list[bool]
+) -> tuple[PlannedRegion, ...]:
+    by_kind = {cost.kind: cost for cost in costs.regions}
+    parameters = {parameter.name: parameter for parameter in graph.parameters}
+    regions = []
+    for index, region in enumerate(graph.regions):
+        if region.kind not in by_kind:
+            raise ArtifactError(
+                f"region {region.name} has kind {region.kind}, of which the costs know nothing. Profile again"
+            )
+        used = [_known(parameters, name, region) for name in dict.fromkeys(region.parameters)]
+        regions.append(
+            PlannedRegion(
+                index=index,
+                name=region.name,
+                inputs=tuple(dict.fromkeys(region.inputs)),
+                outputs=tuple(dict.fromkeys(region.outputs)),
+                weights=tuple(parameter.name for parameter in used if parameter.role == "parameter"),
+                persistent=tuple(parameter.name for parameter in used if parameter.role != "parameter"),
+                mutates=tuple(region.mutates),
+                gradients=tuple(region.gradients) if has_backward[index] else (),
+                backward=has_backward[index],
+                checkpoint=region.checkpoint >= 0,
+                cost=by_kind[region.kind],
+            )
+        )
+    return tuple(regions)
+
+
+def _known(parameters: dict[str, Parameter], name: str, region: Region) -> Parameter:
+    if name not in parameters:
+        raise ArtifactError(f"region {region.name} reads {name}, which is no parameter of the graph")
+    return parameters[name]
+
+
+def _planned_values(graph: RegionGraph, has_backward: list[bool]) -> dict[str, PlannedValue]:
+    sizes = planned_sizes(graph)
+    consumers: dict[str, list[int]] = {value.name: [] for value in graph.values}
+    for index, region in enumerate(graph.regions):
+        for name in dict.fromkeys(region.inputs):
+            if name not in consumers:
+                raise ArtifactError(f"region {region.name} reads {name}, which is no value of the graph")
+            consumers[name].append(index)
+    shared = Counter(value.alias_set for value in graph.values if value.alias_set >= 0)
+    planned = {}
+    for value in graph.values:
+        size_bytes = storage_bytes(value.spec, sizes)
+        readers = tuple(consumers[value.name])
+        if readers and readers[0] <= value.producer:
+            raise ArtifactError(f"value {value.name} is read by region {readers[0]} before it is made")
+        backward = tuple(index for index in readers if has_backward[index])
+        inner = value.producer >= 0
+        planned[value.name] = PlannedValue(
+            name=value.name,
+            bytes=size_bytes,
+            dtype=value.spec.dtype,
+            producer=value.producer,
+            consumers=readers,
+            backward_consumers=backward,
+            receives_gradient=inner and value.requires_grad and bool(backward) and has_backward[value.producer],
+            # views of one storage end only together, so that moving one of them frees nothing
+            movable=inner and bool(backward) and size_bytes > 0 and shared[value.alias_set] <= 1,
+        )
+    return planned
+
+
+def _planned_parameters(
+    graph: RegionGraph, costs: Costs, has_backward: list[bool]
+) -> dict[str, PlannedParameter]:
+    uses: dict[str, list[int]] = {parameter.name: [] for parameter in graph.parameters}
+    gradients: dict[str, list[int]] = {parameter.name: [] for parameter in graph.parameters}
+    for index, region in enumerate(graph.regions):
+        for name in dict.fromkeys(region.parameters):
+            _append(uses, name, index, region)
+        for name in dict.fromkeys(region.gradients if has_backward[index] else ()):
+            _append(gradients, name, index, region)
+    planned = {}
+    for parameter in graph.parameters:
+        if parameter.role != "parameter":
+            continue
+        name = parameter.name
+        backward = tuple(index for index in uses[name] if has_backward[index])
+        planned[name] = PlannedParameter(
+            name=name,
+            elements=element_count(parameter.spec, planned_sizes(graph)),
+            dtype=parameter.spec.dtype,
+            uses=tuple(uses[name]),
+            backward_uses=backward,
+            gradient_regions=tuple(gradients[name]),
+            update_region=min((*backward, *gradients[name])) if gradients[name] else -1,
+            pieces=_pieces(graph, costs, parameter) if gradients[name] else (),
+        )
+    return planned
+
+
+def _append(table: dict[str, list[int]], name: str, index: int, region: Region) -> None:
+    if name not in table:
+        raise ArtifactError(f"region {region.name} names {name}, which is no parameter of the graph")
+    table[name].append(index)
+
+
+def _pieces(graph: RegionGraph, costs: Costs, parameter: Parameter) -> tuple[Piece, ...]:
+    if parameter.name not in costs.optimizer.states:
+        raise ArtifactError(
+            f"costs know no optimizer state of {parameter.name}, which receives a gradient. Profile again"
+        )
+    pieces = [
+        Piece("state", spec.name, spec.elements, spec.dtype)
+        for spec in costs.optimizer.states[parameter.name]
+    ]
+    if parameter.spec.dtype in _HALF_PRECISION:
+        elements = element_count(parameter.spec, planned_sizes(graph))
+        pieces.append(Piece("master", "", elements, "float32"))
+    return tuple(pieces)
