@@ -18,7 +18,7 @@ def work(order: Order) -> None:
 
     graph, costs = order.load(RegionGraph), order.load(Costs)
     plan, solve_provenance = order.load_with_provenance(Plan)
-    summary, measured = run(order.config, graph, costs, plan, order.run_folder)
+    summary, measured = run(order.config, graph, costs, plan)
     timelines = [*measured]
     if "predicted" in order.inputs:
         timelines.insert(0, envelope.load(order.inputs["predicted"], Timeline))

@@ -84,18 +84,20 @@ class Engine:
         self._moved: dict[int, int] = {}
 
     def load(self, initial: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Puts initial values where the plan has them, one tensor at a time, and clears the optimizer's state.
+        """Puts initial values where the plan has them, one tensor at a time; resets the optimizer.
 
         Args:
             initial: (name, tensor before the precision cast) for every parameter, buffer and constant.
         """
         self._placing.load(initial)
 
-    def weights(
-        self, roles: tuple[str, ...] = ("parameter", "buffer")
-    ) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
-        """Parameters and buffers, one in memory at a time, between steps."""
-        return self._placing.weights(roles)
+    def weights(self, *, masters: bool = False) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
+        """Parameters and buffers, one in memory at a time, between steps.
+
+        Args:
+            masters: Whether to give the fp32 master of a parameter that has one.
+        """
+        return self._placing.weights(("parameter", "buffer"), masters=masters)
 
     def step(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> StepResult:
         """One training step: forward, backward, update.

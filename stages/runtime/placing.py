@@ -10,7 +10,7 @@ from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer
 from stages.optim.kernel import UpdateKernel
 from stages.region import operators
-from stages.runtime.state import TrainingState, flat, in_order_of, numel
+from stages.runtime.state import TrainingState, flat, in_order_of, integers, numel
 from stages.runtime.tiers.disk import DiskFile
 from stages.runtime.transfers import as_bytes
 
@@ -31,8 +31,6 @@ class Placing:
         self._homes: dict[tuple[str, str], list[Buffer]] = {}
         for buffer in state.buffers.values():
             self._homes.setdefault((buffer.owner, buffer.role), []).append(buffer)
-        #: parameters that no region reads have no buffer; they keep their initial value here
-        self._unplanned: dict[str, torch.Tensor] = {}
 
     def load(self, initial: Iterable[tuple[str, torch.Tensor]]) -> None:
         missing = set(self._state.parameters)
@@ -49,8 +47,6 @@ class Placing:
 
     def _load_parameter(self, parameter: g.Parameter, tensor: torch.Tensor) -> None:
         weight = tensor.to(operators.dtype(parameter.spec.dtype))
-        if not self._buffers(parameter.name, "weight"):
-            self._unplanned[parameter.name] = weight.clone()
         for buffer in self._buffers(parameter.name, "weight"):
             self._put(buffer, flat(weight, parameter.spec), numel(parameter.spec))
         for buffer in self._buffers(parameter.name, "master"):
@@ -77,26 +73,32 @@ class Placing:
         assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
         self._disk.write_from(as_bytes(piece), buffer.extent)
 
-    def weights(self, roles: tuple[str, ...]) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
-        """Parameters and buffers of `roles`, in the graph's order, one in memory at a time."""
-        for parameter in self._graph.parameters:
-            if parameter.role in roles:
-                yield parameter, self._read(parameter)
+    def weights(self, roles: tuple[str, ...], *, masters: bool) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
+        """Parameters and buffers of `roles`, in the graph's order, one in memory at a time.
 
-    def _read(self, parameter: g.Parameter) -> torch.Tensor:
-        if parameter.role != "parameter":
-            return self._state.persistent[parameter.name]
-        if parameter.name in self._unplanned:
-            return self._unplanned[parameter.name]
-        shape = [g.evaluate_size(size, {}) for size in parameter.spec.shape]
-        stride = [g.evaluate_size(size, {}) for size in parameter.spec.stride]
-        tensor = torch.empty_strided(shape, stride, dtype=operators.dtype(parameter.spec.dtype))
+        Args:
+            masters: Whether to give the fp32 master of a parameter that has one.
+        """
+        for parameter in self._graph.parameters:
+            if parameter.role not in roles:
+                continue
+            if parameter.role != "parameter":
+                yield parameter, self._state.persistent[parameter.name]
+            elif masters and self._buffers(parameter.name, "master"):
+                yield parameter, self._read(parameter, "master")
+            else:
+                yield parameter, self._read(parameter, "weight")
+
+    def _read(self, parameter: g.Parameter, role: str) -> torch.Tensor:
+        dtype = torch.float32 if role == "master" else operators.dtype(parameter.spec.dtype)
+        shape, stride = integers(parameter.spec.shape), integers(parameter.spec.stride)
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)
         whole = flat(tensor, parameter.spec)
-        for buffer in self._buffers(parameter.name, "weight"):
+        for buffer in self._buffers(parameter.name, role):
             piece = whole[buffer.start : buffer.start + (buffer.count or whole.numel())]
             if buffer.extent is None:
                 piece.copy_(self._state.slot(buffer))
             else:
-                assert self._disk is not None
+                assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
                 self._disk.read_into(as_bytes(piece), buffer.extent)
         return tensor

@@ -18,21 +18,20 @@ from stages.config import RunConfig
 from stages.optim.make import make_kernel
 from stages.region import memory
 from stages.region.initial import iterate_initial
-from stages.runtime import export, reporting
+from stages.runtime import reporting
 from stages.runtime.data import open_batches
 from stages.runtime.engine import Engine
+from stages.runtime.export import export_weights
 from stages.runtime.lanes.lane_set import LaneSet
 from stages.runtime.loop import TrainingLoop
-from stages.runtime.scratch import ScratchFolder
+from stages.runtime.scratch import Scratch
 from stages.runtime.tiers.disk import DiskFile
 
 #: blocks of this size or more leave the process when freed, so that counting bytes predicts the peak
 LARGE_BLOCK_BYTES = 1 << 20
 
 
-def run(
-    config: RunConfig, graph: g.RegionGraph, costs: Costs, plan: Plan, run_dir: Path
-) -> tuple[Summary, list[Timeline]]:
+def run(config: RunConfig, graph: g.RegionGraph, costs: Costs, plan: Plan) -> tuple[Summary, list[Timeline]]:
     """Trains `config.steps` steps.
 
     Raises:
@@ -43,17 +42,23 @@ def run(
     torch.set_num_threads(costs.threads)
     batches = open_batches(config, graph)
     with open_engine(config, graph, plan) as engine:
-        if config.export.initial:
-            initial = export.ordered_initial(graph, config.seed)
-            export.export_weights(Path(config.export.initial), graph, initial)
         started = time.monotonic()
         engine.load(iterate_initial(graph, config.seed))
         print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
+        if config.export.initial:
+            # before the cast to bf16 or fp16, as the constructor made them
+            _export(config.export.initial, graph, engine, masters=True)
         loop = TrainingLoop(engine, batches, config)
         loop.run()
         if config.export.final:
-            export.export_weights(Path(config.export.final), graph, engine.weights())
+            _export(config.export.final, graph, engine, masters=False)
         return reporting.summarise(graph, costs, plan, loop), loop.timelines
+
+
+def _export(folder: str, graph: g.RegionGraph, engine: Engine, *, masters: bool) -> None:
+    export_weights(
+        Path(folder), engine.weights(masters=masters), graph.export_config, parameters=graph.parameters
+    )
 
 
 @contextmanager
@@ -66,8 +71,8 @@ def open_engine(
         StorageError: The disk tier has no room for `plan.disk_bytes`.
     """
     kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
-    with ScratchFolder(config.tiers.disk) as folder:
-        disk = DiskFile(folder, plan.disk_bytes) if plan.disk_bytes else None
+    with Scratch(Path(config.tiers.disk) if config.tiers.disk else None) as scratch:
+        disk = DiskFile(scratch.path, plan.disk_bytes) if plan.disk_bytes else None
         lanes = LaneSet.of_kind(config.runtime.lane)
         poison = config.runtime.lane == "adversarial"
         engine = Engine(graph, plan, kernel, disk, lanes, evaluation, poison=poison)
