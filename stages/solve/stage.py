@@ -1,0 +1,85 @@
+"""Graph and costs in, plan and predicted timeline out."""
+
+from __future__ import annotations
+
+import time
+
+from stages.artifacts.costs import Costs
+from stages.artifacts.errors import ConfigError
+from stages.artifacts.graph import RegionGraph
+from stages.artifacts.plan import Plan, Prediction
+from stages.artifacts.timeline import Timeline
+from stages.config import RunConfig, parse_size
+from stages.solve.problem import build_problem
+from stages.solve.solvers import SOLVERS
+from stages.solve.solvers.task import Solution, Task, margin_of
+from stages.solve.verifier import verify
+
+
+def run(
+    config: RunConfig,
+    graph: RegionGraph,
+    costs: Costs,
+    *,
+    evaluation: tuple[RegionGraph, Costs] | None = None,
+    layout: str = "packed",
+) -> tuple[Plan, Timeline]:
+    """Plans the training of `graph` inside `config.budget`.
+
+    Args:
+        evaluation: Graph and costs of the model in evaluation mode, with the same parameters; None:
+            the plan has no phase "evaluate".
+        layout: How slots are given; "tight" reuses them at once, for tests.
+
+    Raises:
+        InfeasibleBudgetError: The solver cannot plan that budget; carries the least one it can.
+        ConfigError: No such solver, or a size that is none.
+        ArtifactError: Graph and costs do not fit each other.
+    """
+    started_ns = time.monotonic_ns()
+    if config.solver.name not in SOLVERS:
+        names = ", ".join(SOLVERS)
+        raise ConfigError(
+            f"solver.name={config.solver.name} is unknown; expected one of {names}",
+            key="solver.name",
+            found=config.solver.name,
+            expected=names,
+        )
+    disk_budget = config.tiers.disk_budget
+    task = Task(
+        problem=build_problem(graph, costs),
+        budget_bytes=parse_size(config.budget, "budget"),
+        evaluation=build_problem(*evaluation) if evaluation is not None else None,
+        disk_budget_bytes=parse_size(disk_budget, "tiers.disk_budget") if disk_budget else None,
+        layout=layout,
+    )
+    solution = SOLVERS[config.solver.name](task)
+    plan = _plan(task, solution, time.monotonic_ns() - started_ns)
+    verify(plan, graph, costs, evaluation=evaluation, disk_budget_bytes=task.disk_budget_bytes)
+    return plan, solution.simulation.timeline
+
+
+def _plan(task: Task, solution: Solution, solve_ns: int) -> Plan:
+    simulation, program, problem = solution.simulation, solution.program, task.problem
+    return Plan(
+        solver=solution.solver,
+        budget_bytes=task.budget_bytes,
+        device=problem.device,
+        precision=problem.precision,
+        implementation=problem.optimizer.implementation,
+        placement=program.placement,
+        buffers=program.buffers,
+        phases=program.phases,
+        arena_bytes=program.arena_bytes,
+        disk_bytes=program.disk_bytes,
+        baseline_bytes=problem.baseline_bytes,
+        margin_bytes=margin_of(task.budget_bytes),
+        prediction=Prediction(
+            peak_bytes=simulation.peak_bytes,
+            step_ns=simulation.step_ns,
+            least_feasible_bytes=solution.least_feasible_bytes,
+            moved_bytes=simulation.moved_bytes,
+            binding=simulation.binding,
+        ),
+        solve_ns=solve_ns,
+    )

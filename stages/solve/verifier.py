@@ -1,0 +1,2 @@
+"""Checks a program; written next."""
+def verify(*a, **k): pass
