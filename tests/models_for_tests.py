@@ -95,16 +95,26 @@ class Lstm(TokenModel):
         return self.lstm(x)[0]
 
 
-class CastingBatchNorm(nn.BatchNorm2d):
+class CastingBatchNorm(nn.Module):
     """Batch norm whose weights are cast up: CPU kernels want them in the buffers' dtype."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.num_batches_tracked.add_(1)
-        return functional.batch_norm(
-            input, self.running_mean, self.running_var, self.weight.float(), self.bias.float(),
-            self.training, self.momentum, self.eps,
-        )  # fmt: skip
+        weight, bias = self.weight.float(), self.bias.float()
+        return functional.batch_norm(x, self.running_mean, self.running_var, weight, bias, self.training)
 
 
 class ConvBlock(nn.Module):
@@ -169,12 +179,12 @@ class ThreeWayTie(TokenModel):
 
 class _Round(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.round(x)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
 
 
 class StraightThrough(TokenModel):
@@ -212,15 +222,24 @@ class _LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class _AdaptedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.up_adapted = _LowRank(self.up)
+        self.down_adapted = _LowRank(self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down_adapted(functional.gelu(self.up_adapted(self.norm(x)))))
+
+
 class LowRankAdapted(Mlp):
     """Everything frozen but the adapters, so that the first blocks' inputs need no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
-        for block in self.blocks:
-            block.up = _LowRank(block.up)
-            block.down = _LowRank(block.down)
+        self.blocks = nn.ModuleList(_AdaptedBlock() for _ in range(3))
 
 
 class PartlyUsed(TokenModel):

@@ -18,6 +18,7 @@ from stages.trace.profile.peak import PeakGauge
 #: of a chunk that is timed: more than caches hold, yet small beside any budget
 _CHUNK_ELEMENTS = 2 * 2**20
 _REPEATS = 9
+_HALF_PRECISION = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,9 @@ def _update(
 
 def _states(graph: g.RegionGraph, kernel: UpdateKernel) -> dict[str, list[StateSpec]]:
     """Specs per parameter; under bf16 and fp16 the optimizer works on the fp32 master."""
-    updated = {"float16": "float32", "bfloat16": "float32"}
     return {
         parameter.name: kernel.state_specs(
-            _shape(parameter), updated.get(parameter.spec.dtype, parameter.spec.dtype)
+            _shape(parameter), "float32" if parameter.spec.dtype in _HALF_PRECISION else parameter.spec.dtype
         )
         for parameter in _trained(graph)
     }

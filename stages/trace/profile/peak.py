@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.autograd.profiler import profile
 
@@ -48,13 +48,11 @@ def peak_by_events(work: Callable[[], Result]) -> tuple[Result, int]:
         "operators allocate inside themselves is not in the measured peaks",
         stacklevel=3,
     )
-    with profile(profile_memory=True) as recorded:
+    recorder = profile(profile_memory=True)
+    with recorder:
         result = work()
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in recorded.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
+    results: Any = recorder.kineto_results  # a class of the C++ library, whose stub is incomplete
+    events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
     live = peak = 0
     for _, change in sorted(events, key=lambda event: event[0]):
         live += change

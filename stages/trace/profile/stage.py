@@ -92,8 +92,8 @@ def _check_room(graph: g.RegionGraph, case: Case, idle_bytes: int) -> None:
     needed, available = least_bytes(graph, case), available_bytes()
     if needed > available:
         raise InfeasibleBudgetError(
-            f"region {case.region.name} holds at least {needed} bytes during its backward (inputs, weights and "
-            f"their gradients); {available} bytes of memory are available here. Use a smaller "
+            f"region {case.region.name} holds at least {needed} bytes during its backward (inputs, weights "
+            f"and their gradients); {available} bytes of memory are available here. Use a smaller "
             f"data.batch_size or data.seq_len, or more memory",
             key="budget",
             found=f"{available} bytes available",

@@ -11,64 +11,7 @@ from stages.region import memory
 from stages.trace.profile import regions
 from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.stand_ins import Case, least_bytes, representative_cases, stand_in
-
-_SIDE = 1024
-_TENSOR_BYTES = _SIDE * _SIDE * 4
-#: pages that the interpreter itself takes or leaves while a region runs
-_NOISE_BYTES = 1 << 20
-
-
-def _spec(*shape: g.Size, dtype: str = "float32") -> g.TensorSpec:
-    stride: list[g.Size] = []
-    step: g.Size = 1
-    for size in reversed(shape):
-        stride.insert(0, step)
-        step = step * size if isinstance(step, int) and isinstance(size, int) else g.Expr("mul", step, size)
-    return g.TensorSpec(list(shape), stride, dtype)
-
-
-def _weight(name: str) -> g.Parameter:
-    return g.Parameter(name, [name], _spec(_SIDE, _SIDE), "parameter", requires_grad=True)
-
-
-def _value(name: str, producer: int, consumers: list[int]) -> g.Value:
-    return g.Value(name, _spec("rows", _SIDE), producer, consumers, requires_grad=True)
-
-
-def mlp_graph(rows: int = _SIDE) -> g.RegionGraph:
-    """Two equal regions, gelu between two products each; the second one's weights are its own, but
-    both read `x`."""
-    nodes: list[g.Node] = []
-    for index, (source, first, second) in enumerate([("x", "w0", "w1"), ("y0", "w2", "w3")]):
-        nodes += [
-            g.Node(f"h{index}", "aten.linear.default", [g.Ref(source), g.Ref(first)]),
-            g.Node(f"a{index}", "aten.gelu.default", [g.Ref(f"h{index}")]),
-            g.Node(f"y{index}", "aten.linear.default", [g.Ref(f"a{index}"), g.Ref(second)]),
-        ]
-    nodes.append(g.Node("loss", "aten.sum.default", [g.Ref("y1")]))
-    return g.RegionGraph(
-        model="hand",
-        mode="train",
-        precision="fp32",
-        symbols={"rows": g.Symbol(1, 1 << 20, rows)},
-        inputs=[],
-        outputs=[g.OutputSpec("loss", [])],
-        loss="loss",
-        nodes=nodes,
-        regions=[
-            g.Region("first", 0, 0, 3, ["x"], ["y0"], ["w0", "w1"], ["w0", "w1"]),
-            g.Region("second", 0, 3, 6, ["y0"], ["y1"], ["w2", "w3"], ["w2", "w3"]),
-            g.Region("loss", 1, 6, 7, ["y1"], ["loss"], []),
-        ],
-        values=[
-            _value("x", -1, [0]),
-            _value("y0", 0, [1]),
-            _value("y1", 1, [2]),
-            g.Value("loss", _spec(), 2, [], requires_grad=True),
-        ],
-        parameters=[_weight(f"w{index}") for index in range(4)],
-        initial=g.Initial("live"),
-    )
+from tests.trace.profile.hand_graph import NOISE_BYTES, TENSOR_BYTES, mlp_graph, spec, value
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +22,14 @@ def _exact_allocator() -> None:
 def test_memory_of_a_region_is_the_bytes_that_its_operators_hold() -> None:
     graph = mlp_graph()
     cost = regions.measure_region(graph, representative_cases(graph)[0], PeakGauge(), seconds=0.0)
-    assert cost.saved_storages == [_TENSOR_BYTES, _TENSOR_BYTES]  # h and gelu(h)
-    assert cost.saved_bytes == 2 * _TENSOR_BYTES
+    assert cost.saved_storages == [TENSOR_BYTES, TENSOR_BYTES]  # h and gelu(h)
+    assert cost.saved_bytes == 2 * TENSOR_BYTES
     # h, gelu(h), y; when dropped, h has gone when y comes
-    assert cost.forward_peak_bytes == pytest.approx(3 * _TENSOR_BYTES, abs=_NOISE_BYTES)
-    assert cost.dropped_forward_peak_bytes == pytest.approx(2 * _TENSOR_BYTES, abs=_NOISE_BYTES)
+    assert cost.forward_peak_bytes == pytest.approx(3 * TENSOR_BYTES, abs=NOISE_BYTES)
+    assert cost.dropped_forward_peak_bytes == pytest.approx(2 * TENSOR_BYTES, abs=NOISE_BYTES)
     # two gradients at once in each product; what was saved may go step by step or all at the end
-    assert cost.backward_peak_bytes > 2 * _TENSOR_BYTES - _NOISE_BYTES
-    assert cost.backward_peak_bytes < 4 * _TENSOR_BYTES + _NOISE_BYTES
+    assert cost.backward_peak_bytes > 2 * TENSOR_BYTES - NOISE_BYTES
+    assert cost.backward_peak_bytes < 4 * TENSOR_BYTES + NOISE_BYTES
 
 
 def test_time_grows_with_the_rows() -> None:
@@ -123,10 +66,10 @@ def test_a_first_use_stands_for_its_kind_with_the_sums_that_meet_there() -> None
         g.Region("loss", 1, 4, 5, ["z0", "z1"], ["loss"], []),
     ]
     values = [
-        _value("x", -1, [0, 1]),
-        _value("z0", 0, [2]),
-        _value("z1", 1, [2]),
-        g.Value("loss", _spec(), 2, [], requires_grad=True),
+        value("x", -1, [0, 1]),
+        value("z0", 0, [2]),
+        value("z1", 1, [2]),
+        g.Value("loss", spec(), 2, [], requires_grad=True),
     ]
     graph = msgspec.structs.replace(mlp_graph(), nodes=nodes, regions=regions_, values=values)
     case = representative_cases(graph)[0]
@@ -134,20 +77,21 @@ def test_a_first_use_stands_for_its_kind_with_the_sums_that_meet_there() -> None
     assert case.sums == {"x", "w0"}
     cost = regions.measure_region(graph, case, PeakGauge(), seconds=0.0)
     # the new sums of x and w0 are made beside the old ones, which are counted elsewhere
-    assert cost.backward_peak_bytes > 2 * _TENSOR_BYTES - _NOISE_BYTES
+    assert cost.backward_peak_bytes > 2 * TENSOR_BYTES - NOISE_BYTES
 
 
 def test_stand_ins_have_layout_and_contents_that_any_operator_takes() -> None:
     expanded = stand_in(g.TensorSpec(["b", 4], [0, 1], "float32"), {"b": 3})
-    assert expanded.shape == (3, 4) and expanded.stride() == (0, 1)
-    assert bool((stand_in(_spec(5, dtype="int64"), {}) == 0).all())
-    assert bool(stand_in(_spec(5, dtype="bool"), {}).all())
-    assert 0 < float(stand_in(_spec(100), {}).abs().max()) < 1
+    assert expanded.shape == (3, 4)
+    assert expanded.stride() == (0, 1)
+    assert bool((stand_in(spec(5, dtype="int64"), {}) == 0).all())
+    assert bool(stand_in(spec(5, dtype="bool"), {}).all())
+    assert 0 < float(stand_in(spec(100), {}).abs().max()) < 1
 
 
 def test_shapes_alone_bound_the_need_of_a_region() -> None:
     graph = mlp_graph()
     case = representative_cases(graph)[0]
     # x, its gradient, the gradient of y0, two weights and their gradients
-    assert least_bytes(graph, case) == 7 * _TENSOR_BYTES
+    assert least_bytes(graph, case) == 7 * TENSOR_BYTES
     assert isinstance(case, Case)
