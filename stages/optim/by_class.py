@@ -54,7 +54,8 @@ class ClassKernel(UpdateKernel):
         """Zeros: the class makes its own state in the first update."""
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         entries = self._layout(tuple(tensor.shape), tuple(tensor.stride()), dtype)
-        return {entry.name: torch.zeros(entry.elements, dtype=entry.dtype) for entry in entries if entry.stored}
+        stored = [entry for entry in entries if entry.stored]
+        return {entry.name: torch.zeros(entry.elements, dtype=entry.dtype) for entry in stored}
 
     def update(
         self,
@@ -70,11 +71,11 @@ class ClassKernel(UpdateKernel):
         if shape is None:
             raise ValueError(f"{self.implementation} updates whole parameters and needs their shape")
         if weight.numel() != math.prod(shape):
-            raise ValueError(f"{weight.numel()} elements of a parameter of shape {tuple(shape)}; expected all")
+            raise ValueError(f"{weight.numel()} elements of shape {tuple(shape)}; expected all")
         strides = tuple(stride) if stride is not None else _contiguous(shape)
         parameter = torch.nn.Parameter(_shaped(weight, shape, strides))
         parameter.grad = _shaped(gradient, shape, strides)
-        instance = self._class([parameter], lr=lr, **self._arguments)
+        instance = probe.construct(self._class, [parameter], lr, self._arguments)
         entries = self._layout(tuple(shape), strides, weight.dtype)
         if step > 1:
             load(instance, parameter, entries, states, step)
@@ -94,7 +95,7 @@ class ClassKernel(UpdateKernel):
     ) -> list[StateEntry]:
         parameter = torch.nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype).fill_(0.5))
         with probe.refusals(self._class, f"a parameter of shape {list(shape)}"):
-            instance = self._class([parameter], lr=1e-3, **self._arguments)
+            instance = probe.construct(self._class, [parameter], 1e-3, self._arguments)
             kept = []
             for _ in range(2):
                 parameter.grad = torch.full_like(parameter, 0.25)

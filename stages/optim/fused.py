@@ -16,6 +16,8 @@ import torch
 from stages.artifacts.costs import StateSpec
 from stages.optim.kernel import UpdateKernel
 
+_ATEN = torch.ops.aten
+
 
 class FusedKernel(UpdateKernel):
     """Base of the elementwise ones: every state is of the parameter's size and dtype."""
@@ -89,7 +91,7 @@ class FusedAdam(FusedKernel):
 
     def __init__(self, settings: AdamSettings, *, decoupled: bool) -> None:
         self.implementation = "fused_adamw" if decoupled else "fused_adam"
-        self._operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        self._operator = _ATEN._fused_adamw_.default if decoupled else _ATEN._fused_adam_.default
         self._settings = settings
         self.state_names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if settings.amsgrad else ()))
 
@@ -146,7 +148,7 @@ class FusedSGD(FusedKernel):
         lr: float,
     ) -> None:
         settings = self._settings
-        torch._fused_sgd_(
+        _ATEN._fused_sgd_.default(
             [weight],
             [gradient],
             [states["momentum_buffer"]] if settings.momentum else [],
@@ -188,7 +190,7 @@ class FusedAdagrad(FusedKernel):
         lr: float,
     ) -> None:
         settings = self._settings
-        torch._fused_adagrad_(
+        _ATEN._fused_adagrad_.default(
             [weight],
             [gradient],
             [states["sum"]],

@@ -98,7 +98,8 @@ def _refuse_unused(name: str, settings: OptimizerConfig, used: set[str]) -> None
     for key in _NAMED:
         if key not in used and _differs_from_default(settings, key) and getattr(settings, key):
             raise ConfigError(
-                f"optimizer.{key}={getattr(settings, key)} has no effect: {name} does not take it. Leave it out",
+                f"optimizer.{key}={getattr(settings, key)} has no effect: {name} does not take it. "
+                f"Leave it out",
                 key=f"optimizer.{key}",
                 found=str(getattr(settings, key)),
                 expected="unset",
@@ -134,8 +135,8 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
         near = difflib.get_close_matches(name.lower(), _torch_classes(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"optimizer.name={name} is not an optimizer class; expected adamw, adam, sgd, adagrad, or the import "
-            f"path of a subclass of torch.optim.Optimizer{hint}",
+            f"optimizer.name={name} is not an optimizer class; expected adamw, adam, sgd, adagrad, or the "
+            f"import path of a subclass of torch.optim.Optimizer{hint}",
             key="optimizer.name",
             found=name,
             expected="an optimizer's name or import path",
@@ -159,7 +160,7 @@ def _class_arguments(
     parameters = inspect.signature(optimizer).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any:
-        _refuse_unknown(name, arguments, set(parameters) - {"params", "lr", *_NAMED} | (set(_NAMED) & set(parameters)))
+        _refuse_unknown(name, arguments, set(parameters) - {"params", "lr"})
     given: dict[str, Any] = {}
     for key in _NAMED:
         value = getattr(settings, key)
@@ -170,8 +171,8 @@ def _class_arguments(
             given[key] = tuple(value) if key == "betas" else value
         elif _differs_from_default(settings, key) and value:
             raise ConfigError(
-                f"optimizer.{key}={value} cannot be given to {name}. Leave it out, or set what the class takes "
-                f"in optimizer.arguments",
+                f"optimizer.{key}={value} cannot be given to {name}. Leave it out, or set what the class "
+                f"takes in optimizer.arguments",
                 key=f"optimizer.{key}",
                 found=str(value),
                 expected="unset",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,17 @@ _SHAPE = (4, 6)  # two dimensions: Muon takes no others
 
 #: attributes that torch's own base class changes in a step
 _BOOKKEEPING = ("state", "param_groups", "defaults", "_zero_grad_profile_name")
+
+
+def construct(
+    optimizer: type[torch.optim.Optimizer],
+    parameters: list[torch.nn.Parameter],
+    lr: float,
+    arguments: dict[str, Any],
+) -> torch.optim.Optimizer:
+    """An instance; every class but torch's base class takes `lr`."""
+    make: Callable[..., torch.optim.Optimizer] = optimizer
+    return make(parameters, lr=lr, **arguments)
 
 
 def check_independent(optimizer: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
@@ -50,7 +61,8 @@ def refusals(optimizer: type[torch.optim.Optimizer], what: str) -> Iterator[None
         yield
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(
-            f"{optimizer.__name__} does not take {what}: {error}. Change optimizer.arguments, or use another optimizer",
+            f"{optimizer.__name__} does not take {what}: {error}. Change optimizer.arguments, or use "
+            f"another optimizer",
             key="optimizer.name",
             found=str(error),
             expected=f"an optimizer that updates {what}",
@@ -62,7 +74,7 @@ def _train(
 ) -> tuple[list[torch.Tensor], str]:
     """Runs a few steps; gives the parameters, and the name of anything that changed outside state."""
     parameters = [torch.nn.Parameter(_numbers(index)) for index in which]
-    instance = optimizer(parameters, lr=0.1, **arguments)
+    instance = construct(optimizer, parameters, 0.1, arguments)
     remembered = ""
     before = _outside_state(instance)
     for step in range(_STEPS):

@@ -23,7 +23,9 @@ class ScaleSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.initial <= self.maximum:
-            raise ValueError(f"scale from {self.minimum} over {self.initial} to {self.maximum}; expected ascending")
+            raise ValueError(
+                f"scale from {self.minimum} over {self.initial} to {self.maximum}; expected ascending"
+            )
         if self.growth_factor <= 1 or not 0 < self.backoff_factor < 1:
             raise ValueError(
                 f"growth by {self.growth_factor}, backoff by {self.backoff_factor}; expected > 1 and < 1"
@@ -80,4 +82,3 @@ class LossScaler:
         self.scale = float(state["scale"])
         self._clean_steps = int(state["clean_steps"])
         self._overflows = int(state["overflows"])
-

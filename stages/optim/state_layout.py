@@ -58,7 +58,8 @@ def _entry(instance: torch.optim.Optimizer, name: object, value: object, *, coun
         is_count = counts and name == "step"
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and _is_dense(value):
             kind = "count" if is_count else "tensor"
-            return StateEntry(name, kind, tuple(value.shape), tuple(value.stride()), value.dtype, torch.Tensor)
+            shape, stride = tuple(value.shape), tuple(value.stride())
+            return StateEntry(name, kind, shape, stride, value.dtype, torch.Tensor)
         if type(value) in _NUMBERS:
             return StateEntry(
                 name, "count" if is_count else "number", dtype=_NUMBERS[type(value)], number=type(value)
@@ -66,8 +67,8 @@ def _entry(instance: torch.optim.Optimizer, name: object, value: object, *, coun
         if value is None:
             return StateEntry(name, "none")
     raise ConfigError(
-        f"{type(instance).__name__} keeps state[{name!r}] of type {type(value).__name__}; expected a dense tensor "
-        f"or a number, which is what can be moved between tiers. Use another optimizer",
+        f"{type(instance).__name__} keeps state[{name!r}] of type {type(value).__name__}; expected a "
+        f"dense tensor or a number, which is what can be moved between tiers. Use another optimizer",
         key="optimizer.name",
         found=type(value).__name__,
         expected="a dense tensor or a number",

@@ -158,5 +158,6 @@ def _set_options(options: dict[int, int]) -> bool:
     library = _glibc()
     if library is None:
         return False
-    # A list, not a generator: one refused option must not keep the others from being set.
-    return all([library.mallopt(option, value) == 1 for option, value in options.items()])
+    # All are set before any is judged: one that is refused must not keep the others from being set.
+    accepted = [library.mallopt(option, value) == 1 for option, value in options.items()]
+    return all(accepted)

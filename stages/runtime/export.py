@@ -6,11 +6,12 @@ Hugging Face's `save_pretrained` makes them, so that `from_pretrained` reads the
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 
 from stages.artifacts.envelope import write_atomically
 from stages.artifacts.errors import StorageError
-from stages.artifacts.graph import BYTES_PER_ELEMENT, Parameter, element_count, evaluate_size
+from stages.artifacts.graph import BYTES_PER_ELEMENT, Parameter, RegionGraph, element_count, evaluate_size
+from stages.region.initial import iterate_initial
 from stages.runtime.tiers.memoryviews import as_bytes
 
 #: bytes of one file at most, unless a single tensor is larger; as Hugging Face's default
@@ -50,10 +52,9 @@ class _Entry:
 
 def export_weights(
     folder: Path,
+    graph: RegionGraph,
     weights: Iterable[tuple[Parameter, torch.Tensor]],
-    export_config: str | None,
     *,
-    parameters: Sequence[Parameter],
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Writes the model's state dict to `folder` as safetensors, and its configuration if it has one.
@@ -64,28 +65,46 @@ def export_weights(
 
     Args:
         folder: Made if missing. Files of the same names are replaced, each as a whole.
-        weights: Parameters and buffers with their values, in the order of `parameters`, each of the
-            dtype of its spec unless it is the fp32 master. May hold more than is written. Only one
-            tensor is in memory at a time if the iterable makes them so.
-        export_config: Content of config.json, or None.
-        parameters: Those of the graph: the header is written before the first tensor.
+        weights: Every parameter and buffer with its value in the dtype of its spec, in any order. May
+            hold more than is written. Only one tensor is in memory at a time if the iterable makes
+            them so.
+        shard_bytes: Bytes of one file at most, unless a single tensor is larger.
 
     Returns:
         The files written.
 
     Raises:
         StorageError: The folder cannot be written or is full. No file under its final name is partial.
-        ValueError: The values do not follow the order, shapes or dtypes of `parameters`.
+        ValueError: A value is missing, comes twice, or has another shape or dtype than in the graph.
     """
-    wanted = [parameter for parameter in parameters if _in_state_dict(parameter)]
-    names = {parameter.name for parameter in wanted}
-    source = ((parameter.name, tensor) for parameter, tensor in weights if parameter.name in names)
-    shards = _cut([_entry(parameter) for parameter in wanted], shard_bytes)
+    entries = [_entry(parameter, parameter.spec.dtype) for parameter in _state_dict(graph)]
+    named = ((parameter.name, tensor) for parameter, tensor in weights)
+    return _export(folder, entries, named, graph.export_config, shard_bytes)
+
+
+def export_initial(folder: Path, graph: RegionGraph, seed: int) -> list[Path]:
+    """Writes the initial values as `export_weights` does, in the dtypes before the precision's cast.
+
+    Raises:
+        StorageError: As for `export_weights`.
+        ArtifactError: The graph holds no record of the initial values, or a damaged one.
+    """
+    entries = [_entry(parameter, parameter.initial_dtype) for parameter in _state_dict(graph)]
+    return _export(folder, entries, iterate_initial(graph, seed), graph.export_config, SHARD_BYTES)
+
+
+def _export(
+    folder: Path,
+    entries: list[_Entry],
+    values: Iterable[tuple[str, torch.Tensor]],
+    export_config: str | None,
+    shard_bytes: int,
+) -> list[Path]:
+    shards = _cut(entries, shard_bytes)
     files = [folder / name for name in _file_names(len(shards))]
     with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for file, shard in zip(files, shards, strict=True):
-            _write_file(file, shard, source)
+        _write_files(dict(zip(files, shards, strict=True)), values)
         _remove_others(folder, files)
         if len(shards) > 1:
             files.append(_write_index(folder, files, shards))
@@ -96,19 +115,23 @@ def export_weights(
     return files
 
 
-def _in_state_dict(parameter: Parameter) -> bool:
-    return parameter.role == "parameter" or (parameter.role == "buffer" and parameter.persistent)
+def _state_dict(graph: RegionGraph) -> list[Parameter]:
+    return [
+        parameter
+        for parameter in graph.parameters
+        if parameter.role == "parameter" or (parameter.role == "buffer" and parameter.persistent)
+    ]
 
 
-def _entry(parameter: Parameter) -> _Entry:
+def _entry(parameter: Parameter, dtype: str) -> _Entry:
     spec = parameter.spec
-    if spec.dtype not in _DTYPES:
-        raise ValueError(f"{parameter.name} is {spec.dtype}; safetensors files hold {', '.join(_DTYPES)}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"{parameter.name} is {dtype}; safetensors files hold {', '.join(_DTYPES)}")
     return _Entry(
         name=parameter.name,
-        dtype=spec.dtype,
+        dtype=dtype,
         shape=tuple(evaluate_size(size, {}) for size in spec.shape),
-        size_bytes=element_count(spec, {}) * BYTES_PER_ELEMENT[spec.dtype],
+        size_bytes=element_count(spec, {}) * BYTES_PER_ELEMENT[dtype],
         aliases=tuple(name for name in parameter.names if name != parameter.name),
     )
 
@@ -146,9 +169,8 @@ def _offsets(entries: Sequence[_Entry]) -> dict[str, int]:
 
 
 def _header(entries: Sequence[_Entry], offsets: Mapping[str, int]) -> bytes:
-    content: dict[str, object] = {
-        "__metadata__": {"format": "pt", **{alias: entry.name for entry in entries for alias in entry.aliases}}
-    }
+    aliases = {alias: entry.name for entry in entries for alias in entry.aliases}
+    content: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
     for entry in entries:
         start = offsets[entry.name]
         content[entry.name] = {
@@ -161,33 +183,53 @@ def _header(entries: Sequence[_Entry], offsets: Mapping[str, int]) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _write_file(path: Path, entries: Sequence[_Entry], source: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes one file under a temporary name, syncs it, and renames it into place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+def _write_files(shards: Mapping[Path, Sequence[_Entry]], values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Writes all files under temporary names, each value where it belongs, syncs and renames them."""
+    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in shards}
     try:
-        with temporary.open("wb", buffering=0) as file:
-            writer = _SyncedWriter(file)
-            offsets = _offsets(entries)
-            header = _header(entries, offsets)
-            writer.write(memoryview(header))
-            for entry in entries:
-                name, tensor = next(source, ("nothing", torch.empty(0)))
-                _check(entry, name, tensor)
-                file.seek(len(header) + offsets[entry.name])
-                writer.write(as_bytes(tensor.detach().contiguous()))
-                del tensor  # before the source makes the next
-            writer.finish()
-        temporary.replace(path)
+        with ExitStack() as stack:
+            places: dict[str, _Place] = {}
+            writers = []
+            for path, entries in shards.items():
+                writer = _SyncedWriter(stack.enter_context(temporary[path].open("wb", buffering=0)))
+                writers.append(writer)
+                places.update(_lay_out(writer, entries))
+            _write_values(places, values)
+            for writer in writers:
+                writer.finish()
+        for path, part in temporary.items():
+            part.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for part in temporary.values():
+            part.unlink(missing_ok=True)
 
 
-def _check(entry: _Entry, name: str, tensor: torch.Tensor) -> None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    found = (name, tuple(tensor.shape), dtype)
-    expected = (entry.name, entry.shape, entry.dtype)
-    if found != expected:
-        raise ValueError(f"got {found} where {expected} comes next in the file")
+def _lay_out(writer: _SyncedWriter, entries: Sequence[_Entry]) -> dict[str, _Place]:
+    """Writes a file's header; gives the place of each tensor."""
+    offsets = _offsets(entries)
+    header = _header(entries, offsets)
+    writer.write(memoryview(header), 0)
+    return {entry.name: _Place(entry, writer, len(header) + offsets[entry.name]) for entry in entries}
+
+
+def _write_values(places: dict[str, _Place], values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    known = set(places)
+    for name, tensor in values:
+        place = places.pop(name, None)
+        if place is not None:
+            _check(place.entry, tensor)
+            place.writer.write(as_bytes(tensor.detach().contiguous()), place.offset)
+        elif name in known:
+            raise ValueError(f"{name} comes twice; expected each value once")
+        del tensor  # before the source makes the next
+    if places:
+        raise ValueError(f"no value for {', '.join(sorted(places))}; expected one for each tensor")
+
+
+def _check(entry: _Entry, tensor: torch.Tensor) -> None:
+    found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    if found != (entry.shape, entry.dtype):
+        raise ValueError(f"{entry.name} is {found}; expected {(entry.shape, entry.dtype)}")
 
 
 class _SyncedWriter:
@@ -197,23 +239,33 @@ class _SyncedWriter:
         self._file = file
         self._pending_bytes = 0
 
-    def write(self, view: memoryview) -> None:
-        for start in range(0, view.nbytes, _SYNC_BYTES):
-            part = view[start : start + _SYNC_BYTES]
-            done = 0
-            while done < part.nbytes:
-                written = self._file.write(part[done:])
-                if not written:
-                    raise OSError(28, "the device takes no more")
-                done += written
-            self._pending_bytes += part.nbytes
+    def write(self, view: memoryview, offset: int) -> None:
+        """Writes `view` at byte `offset` of the file."""
+        done = 0
+        while done < view.nbytes:
+            part = view[done : done + _SYNC_BYTES]
+            written = os.pwritev(self._file.fileno(), [part], offset + done)
+            if written == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done += written
+            self._pending_bytes += written
             if self._pending_bytes >= _SYNC_BYTES:
                 self.finish()
 
     def finish(self) -> None:
+        """All that was written is on the device afterwards."""
         os.fsync(self._file.fileno())  # only clean pages can be dropped
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._pending_bytes = 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's bytes go."""
+
+    entry: _Entry
+    writer: _SyncedWriter
+    offset: int
 
 
 def _write_index(folder: Path, files: Sequence[Path], shards: Sequence[Sequence[_Entry]]) -> Path:

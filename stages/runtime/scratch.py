@@ -21,8 +21,8 @@ _LOCK_SUFFIX = ".lock"
 _NAME = re.compile(r"stages-scratch-[0-9]+-[0-9a-f]{8}")
 
 
-class Scratch:
-    """A folder of mode 0700 that only this process uses; a context manager that removes it.
+class ScratchFolder:
+    """A folder of mode 0700 that only this process uses; a context manager that gives its path.
 
     While the process lives it holds a lock on a file beside the folder. A folder whose lock nobody
     holds was left by a process that was killed, and is removed by the next one to start. The kernel
@@ -34,14 +34,14 @@ class Scratch:
     a file without a name, see `tiers.space.open_nameless`.
 
     Args:
-        root: Where to make it, `tiers.disk`; None: the user's cache folder.
+        root: Where to make it, `tiers.disk`; "": the user's cache folder.
 
     Raises:
         StorageError: `root` is a file or not writable.
     """
 
-    def __init__(self, root: Path | None = None) -> None:
-        self._root = root if root is not None else default_root()
+    def __init__(self, root: str | Path = "") -> None:
+        self._root = Path(root) if str(root) else default_root()
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             remove_stale(self._root)
@@ -65,8 +65,8 @@ class Scratch:
         self._lock = -1
         atexit.unregister(self.close)
 
-    def __enter__(self) -> Scratch:
-        return self
+    def __enter__(self) -> Path:
+        return self.path
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

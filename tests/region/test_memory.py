@@ -84,8 +84,7 @@ def test_kept_pages_stay_up_to_the_limit() -> None:
 
 def test_trim_gives_kept_pages_back() -> None:
     (given_back,) = run(
-        "memory.keep_pages(1 << 30)\n"
-        + KEPT_AFTER_FREE.replace("print(", "assert memory.trim()\nprint(")
+        "memory.keep_pages(1 << 30)\n" + KEPT_AFTER_FREE.replace("print(", "assert memory.trim()\nprint(")
     )
     assert given_back > 60 * MIB
 

@@ -13,13 +13,13 @@ import pytest
 
 from stages.artifacts.errors import StorageError
 from stages.runtime import scratch
-from stages.runtime.scratch import Scratch
+from stages.runtime.scratch import ScratchFolder
 
 #: makes a scratch folder with a file in it, says where, and waits to be ended
 HOLDER = (
     "import pathlib, signal, sys\n"
-    "from stages.runtime.scratch import Scratch\n"
-    "scratch = Scratch(pathlib.Path(sys.argv[1]))\n"
+    "from stages.runtime.scratch import ScratchFolder\n"
+    "scratch = ScratchFolder(pathlib.Path(sys.argv[1]))\n"
     "(scratch.path / 'data').write_bytes(b'x' * 100)\n"
     "print(scratch.path, flush=True)\n"
 )
@@ -34,24 +34,31 @@ def start_holder(root: Path, then: str = "signal.pause()\n") -> tuple[subprocess
 
 
 def test_the_folder_is_private_and_goes_with_the_context(tmp_path: Path) -> None:
-    with Scratch(tmp_path) as made:
-        assert made.path.parent == tmp_path
-        assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
-        (made.path / "data").write_text("x")
+    with ScratchFolder(tmp_path) as made:
+        assert made.parent == tmp_path
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+        (made / "data").write_text("x")
     assert list(tmp_path.iterdir()) == []
-    made.close()
+
+
+def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+    folder = ScratchFolder(tmp_path)
+    folder.close()
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_goes_when_the_work_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), Scratch(tmp_path):
+    with pytest.raises(RuntimeError), ScratchFolder(tmp_path):
         raise RuntimeError("broken")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_at_once_have_different_folders_and_spare_each_other(tmp_path: Path) -> None:
-    with Scratch(tmp_path) as one, Scratch(tmp_path) as other:
-        assert one.path != other.path
-        assert one.path.is_dir() and other.path.is_dir()
+    with ScratchFolder(tmp_path) as one, ScratchFolder(tmp_path) as other:
+        assert one != other
+        assert one.is_dir()
+        assert other.is_dir()
 
 
 def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
@@ -59,15 +66,15 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path)
     child.send_signal(signal.SIGKILL)
     child.wait(timeout=30)
     assert (left / "data").exists()
-    with Scratch(tmp_path) as made:
+    with ScratchFolder(tmp_path) as made:
         assert not left.exists()
-        assert sorted(tmp_path.iterdir()) == sorted([made.path, made.path.with_name(made.path.name + ".lock")])
+        assert sorted(tmp_path.iterdir()) == sorted([made, made.with_name(made.name + ".lock")])
 
 
 def test_a_living_process_keeps_its_folder(tmp_path: Path) -> None:
     child, held = start_holder(tmp_path)
     try:
-        with Scratch(tmp_path):
+        with ScratchFolder(tmp_path):
             assert (held / "data").read_bytes() == b"x" * 100
     finally:
         child.kill()
@@ -89,7 +96,8 @@ def test_termination_turned_into_an_exception_leaves_nothing(tmp_path: Path) -> 
         "signal.pause()\n"
     )
     child, left = start_holder(tmp_path, then)
-    assert child.stdout is not None and child.stdout.readline().strip() == "ready"
+    assert child.stdout is not None
+    assert child.stdout.readline().strip() == "ready"
     child.terminate()
     child.wait(timeout=30)
     assert not left.exists()
@@ -102,10 +110,11 @@ def test_the_users_own_files_with_similar_names_are_left_alone(tmp_path: Path) -
         folder.mkdir()
     (tmp_path / "other.lock").touch()
     (tmp_path / "stages-scratch-mine.lock").touch()
-    with Scratch(tmp_path):
+    with ScratchFolder(tmp_path):
         pass
     assert all(folder.is_dir() for folder in own)
-    assert (tmp_path / "other.lock").exists() and (tmp_path / "stages-scratch-mine.lock").exists()
+    assert (tmp_path / "other.lock").exists()
+    assert (tmp_path / "stages-scratch-mine.lock").exists()
 
 
 def test_a_link_planted_as_a_lock_is_not_followed(tmp_path: Path) -> None:
@@ -114,7 +123,7 @@ def test_a_link_planted_as_a_lock_is_not_followed(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     (root / "stages-scratch-1-00000000.lock").symlink_to(victim)
-    with pytest.warns(RuntimeWarning, match="remove it by hand"), Scratch(root):
+    with pytest.warns(RuntimeWarning, match="remove it by hand"), ScratchFolder(root):
         pass
     assert victim.read_text() == "mine"
 
@@ -122,20 +131,20 @@ def test_a_link_planted_as_a_lock_is_not_followed(tmp_path: Path) -> None:
 def test_a_lock_without_its_folder_is_removed_too(tmp_path: Path) -> None:
     lock = tmp_path / "stages-scratch-1-00000000.lock"
     lock.touch()
-    with Scratch(tmp_path):
+    with ScratchFolder(tmp_path):
         assert not lock.exists()
 
 
 def test_missing_folders_are_made(tmp_path: Path) -> None:
-    with Scratch(tmp_path / "a" / "b") as made:
-        assert made.path.is_dir()
+    with ScratchFolder(tmp_path / "a" / "b") as made:
+        assert made.is_dir()
 
 
 def test_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
-    with pytest.raises(StorageError, match="writable folder as tiers.disk") as refusal:
-        Scratch(file)
+    with pytest.raises(StorageError, match="Give a writable folder") as refusal:
+        ScratchFolder(file)
     assert refusal.value.key == "tiers.disk"
 
 
@@ -147,7 +156,7 @@ def test_a_folder_without_permission_is_a_storage_error(
 
     monkeypatch.setattr(scratch.os, "open", refuse)
     with pytest.raises(StorageError, match="Permission denied"):
-        Scratch(tmp_path)
+        ScratchFolder(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +166,14 @@ def test_a_folder_that_cannot_be_made_leaves_no_lock(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(StorageError, match="No space left"):
-        Scratch(tmp_path)
+        ScratchFolder(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_default_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with Scratch() as made:
-        assert made.path.parent == tmp_path / scratch.APPLICATION
+    with ScratchFolder() as made:
+        assert made.parent == tmp_path / scratch.APPLICATION
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert scratch.default_root() == tmp_path / "home" / ".cache" / scratch.APPLICATION
@@ -172,6 +181,6 @@ def test_the_default_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: p
 
 def test_locks_are_not_inherited_by_programs_that_are_started(tmp_path: Path) -> None:
     """Else a child that outlives a killed run would keep its folder for ever."""
-    with Scratch(tmp_path) as made:
-        descriptor = made._lock
-        assert not os.get_inheritable(descriptor)
+    folder = ScratchFolder(tmp_path)
+    assert not os.get_inheritable(folder._lock)
+    folder.close()

@@ -65,5 +65,5 @@ class ThreadLane:
             job.event.run(job.run)
         except LanesStoppedError:
             return
-        except BaseException as error:  # every kind: the main thread raises it in this one's place
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it in this one's place
             board.fail(error)

@@ -79,7 +79,7 @@ class LaneSet:
             self._drain()
         except LanesStoppedError:
             pass  # what stopped the lanes is raised below
-        except BaseException as error:  # an interrupt, too, must stop the lanes before it goes on
+        except BaseException as error:  # noqa: BLE001 - raised below, once the lanes have stopped
             board.fail(error)
         if board.failure is not None:
             self._drain()
@@ -156,8 +156,8 @@ def _check(instructions: Sequence[Instruction], lanes: Mapping[str, Lane]) -> No
     for position, instruction in enumerate(instructions):
         if instruction.id != position or any(not 0 <= after < position for after in instruction.after):
             raise ArtifactError(
-                f"instruction {instruction.id} at position {position} waits for {instruction.after}; expected "
-                f"ids equal to positions and dependencies before them. Solve again"
+                f"instruction {instruction.id} at position {position} waits for {instruction.after}; "
+                f"expected ids equal to positions and dependencies before them. Solve again"
             )
         if instruction.lane != COMPUTE and instruction.lane not in lanes:
             raise ArtifactError(

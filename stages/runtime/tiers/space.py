@@ -73,7 +73,7 @@ def warn_of_page_cache(folder: Path) -> None:
 
 
 def filesystem_type(folder: Path) -> str:
-    """"ext4", "tmpfs", ...; "" where /proc/self/mountinfo does not list the folder's device.
+    """ "ext4", "tmpfs", ...; "" where /proc/self/mountinfo does not list the folder's device.
 
     Overlays and some network filesystems give files a device number that no mount has.
     """

@@ -19,7 +19,9 @@ from stages.runtime.lanes.lane_set import LaneSet
 KINDS = ("cpu", "adversarial")
 
 
-def instruction(identity: int, lane: str, after: list[int] | None = None, frees: list[int] | None = None) -> Instruction:
+def instruction(
+    identity: int, lane: str, after: list[int] | None = None, frees: list[int] | None = None
+) -> Instruction:
     operation = "forward" if lane == "compute" else lane
     return Instruction(id=identity, lane=lane, operation=operation, after=after or [], frees=frees or [])
 
@@ -44,12 +46,11 @@ def record(
 def phases(draw: st.DrawFn) -> list[Instruction]:
     count = draw(st.integers(1, 14))
     lanes = [draw(st.sampled_from(["compute", "read", "write"])) for _ in range(count)]
-    return [
-        instruction(
-            identity, lane, sorted(draw(st.sets(st.integers(0, identity - 1), max_size=3)) if identity else set())
-        )
-        for identity, lane in enumerate(lanes)
-    ]
+    phase = []
+    for identity, lane in enumerate(lanes):
+        earlier = st.sets(st.integers(0, identity - 1), max_size=3) if identity else st.just(set[int]())
+        phase.append(instruction(identity, lane, sorted(draw(earlier))))
+    return phase
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +120,7 @@ def test_timings_lie_inside_the_run_and_respect_dependencies() -> None:
     end = time.perf_counter_ns()
     assert [timing.lane for timing in timings] == ["read", "compute", "write"]
     moments = [moment for timing in timings for moment in (timing.start_ns, timing.end_ns)]
-    assert moments == sorted(moments) and start <= moments[0] and moments[-1] <= end
+    assert [start, *moments, end] == sorted([start, *moments, end])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +164,7 @@ def test_a_failed_transfer_stops_compute_that_does_not_wait_for_it() -> None:
         time.sleep(0.05)  # the lane's thread still has to report what it raised
         seen.append(item.id)
 
-    with LaneSet.of_kind("cpu") as lanes, pytest.raises(OSError):
+    with LaneSet.of_kind("cpu") as lanes, pytest.raises(OSError, match="Input/output"):
         lanes.run(phase, perform, lambda buffer: None)
     assert seen == [1]
 
