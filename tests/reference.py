@@ -76,6 +76,8 @@ class Result:
     masters: dict[str, Tensor]  # fp32 masters, empty for fp32
     rng_states: list[Tensor]  # of the default generator, after each step
     skipped_steps: list[int] = field(default_factory=list)  # counted from 1
+    #: 2-norm over all (unscaled) gradients of each step; None where the step was skipped
+    norms: list[float | None] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # per step, if asked for
 
 
@@ -112,7 +114,9 @@ def train(
         (loss.float() * scale.value if scale else loss).backward()
         if keep_gradients:
             result.gradients.append(_gradients(trained))
-        if not _update(trained, masters, stepper, scale):
+        norm = _update(trained, masters, stepper, scale)
+        result.norms.append(norm)
+        if norm is None:
             result.skipped_steps.append(step)
         result.rng_states.append(torch.get_rng_state())
     result.final = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -169,8 +173,8 @@ def _update(
     masters: dict[str, nn.Parameter],
     stepper: torch.optim.Optimizer,
     scale: LossScale | None,
-) -> bool:
-    """One optimizer step from the gradients; False when it was skipped for an overflow."""
+) -> float | None:
+    """One optimizer step from the gradients; their norm, or None when it was skipped for an overflow."""
     finite = True
     for name, master in masters.items():
         gradient, trained[name].grad = trained[name].grad, None
@@ -180,13 +184,17 @@ def _update(
         finite = finite and (scale is None or bool(torch.isfinite(gradient).all()))
     if scale is not None:
         scale.update(overflow=not finite)
+    norm = None
     if finite:
+        updated = masters or trained
+        gradients = [p.grad for p in updated.values() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
         stepper.step()
         with torch.no_grad():
             for name, master in masters.items():
                 trained[name].copy_(master)
     stepper.zero_grad(set_to_none=True)
-    return finite
+    return norm
 
 
 def imported(path: str) -> Any:

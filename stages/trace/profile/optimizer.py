@@ -46,7 +46,7 @@ def measure_optimizer(graph: g.RegionGraph, kernel: UpdateKernel, gauge: PeakGau
         chunkable=kernel.chunkable,
         elements_per_s=max(1, int(large.elements * 1e9 / spent_ns)),
         latency_ns=min(small_ns, large_ns // 2),
-        states=_states(graph, kernel),
+        states=state_specs(graph, kernel),
         workspace_bytes_per_element=round(workspace_bytes / large.elements),
     )
 
@@ -102,7 +102,7 @@ def _update(
     )
 
 
-def _states(graph: g.RegionGraph, kernel: UpdateKernel) -> dict[str, list[StateSpec]]:
+def state_specs(graph: g.RegionGraph, kernel: UpdateKernel) -> dict[str, list[StateSpec]]:
     """Specs per parameter; under bf16 and fp16 the optimizer works on the fp32 master."""
     return {
         parameter.name: kernel.state_specs(

@@ -1,0 +1,158 @@
+"""Trains a small model through the whole pipeline, in one process, and compares with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.artifacts import graph as g
+from stages.artifacts.costs import Costs, LinkCost, OptimizerCost
+from stages.artifacts.errors import InfeasibleBudgetError
+from stages.artifacts.plan import Plan
+from stages.config import (
+    DataConfig,
+    DeviceConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    RuntimeConfig,
+    SolverConfig,
+    TiersConfig,
+)
+from stages.optim.make import make_kernel
+from stages.region.initial import iterate_initial
+from stages.runtime.stage import open_engine
+from stages.solve import stage as solve
+from stages.trace.profile.optimizer import state_specs
+from stages.trace.profile.peak import PeakGauge
+from stages.trace.profile.regions import measure_region
+from stages.trace.profile.stand_ins import representative_cases
+from tests import reference
+from tests.models_for_tests import BATCH, LENGTH, SmallModel
+
+SEED = 3
+LEARNING_RATE = 1e-2
+
+#: enough for any small model to stay whole in memory
+AMPLE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model is trained: by which solver, in how much memory, with which lanes.
+
+    layout "tight" gives a slot to the next buffer as soon as it is free; the adversarial lane runs
+    every transfer at the last moment and overwrites what is free or not yet fetched.
+    """
+
+    name: str
+    solver: str
+    least: bool
+    layout: str = "packed"
+    lane: str = "cpu"
+
+
+RESIDENT = Variant("resident", "resident", least=False)
+LEAST = Variant("least", "greedy_async", least=True)
+REUSED_SLOTS = Variant("reused_slots", "layerwise", least=True, layout="tight")
+ADVERSARIAL = Variant("adversarial", "greedy_async", least=True, layout="tight", lane="adversarial")
+VARIANTS = [RESIDENT, LEAST, REUSED_SLOTS, ADVERSARIAL]
+
+
+def config_of(
+    model: SmallModel, precision: str, *, solver: str, lane: str, rows: int, disk: Path, budget: int
+) -> RunConfig:
+    source = "transformers" if model.config else "module"
+    return RunConfig(
+        model=ModelConfig(model.name, source, model.target, model.config, dict(model.arguments)),
+        data=DataConfig(name="random", batch_size=rows, seq_len=LENGTH),
+        optimizer=OptimizerConfig(name="adamw", lr=LEARNING_RATE),
+        solver=SolverConfig(name=solver),
+        device=DeviceConfig(name="cpu"),
+        tiers=TiersConfig(disk=str(disk)),
+        runtime=RuntimeConfig(lane=lane),
+        budget=str(budget),
+        precision=precision,
+        seed=SEED,
+    )
+
+
+def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
+    """Measured memory of the regions; links and optimizer as of a made-up machine, so that the plan
+    does not depend on what else this one does."""
+    kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    cases = representative_cases(graph)
+    return Costs(
+        device="cpu",
+        threads=torch.get_num_threads(),
+        source="measured",
+        baseline_bytes=0,
+        stage_peak_bytes={},
+        regions=[measure_region(graph, case, PeakGauge(), seconds=0.0) for case in cases.values()],
+        links=[LinkCost(name, 50_000, 10**9, 5 * 10**8) for name in ("disk_read", "disk_write")],
+        optimizer=OptimizerCost(
+            implementation=kernel.implementation,
+            chunkable=kernel.chunkable,
+            elements_per_s=10**8,
+            latency_ns=10_000,
+            states=state_specs(graph, kernel),
+            workspace_bytes_per_element=0 if graph.precision == "fp32" else 4,
+        ),
+    )
+
+
+def plan_of(config: RunConfig, graph: g.RegionGraph, costs: Costs, variant: Variant) -> Plan:
+    """The plan at an ample budget or at exactly the least one that the solver names."""
+    if variant.least:
+        try:
+            solve.run(config, graph, costs, layout=variant.layout)
+        except InfeasibleBudgetError as refusal:
+            assert refusal.least_feasible_bytes is not None
+            config.budget = str(refusal.least_feasible_bytes)
+        else:
+            raise AssertionError(f"a budget of {config.budget} bytes was planned; expected a refusal")
+    return solve.run(config, graph, costs, layout=variant.layout)[0]
+
+
+def train(
+    model: SmallModel,
+    precision: str,
+    batches: list[dict[str, Tensor]],
+    variant: Variant,
+    *,
+    steps: int,
+    disk: Path,
+) -> reference.Result:
+    """As `tests.reference.train`, through trace, costs, plan and engine."""
+    budget = 1 if variant.least else AMPLE_BYTES
+    rows = max(len(next(iter(batch.values()))) for batch in batches)
+    config = config_of(
+        model, precision, solver=variant.solver, lane=variant.lane, rows=rows, disk=disk, budget=budget
+    )
+    graph, costs = traced(model, precision, rows)
+    plan = plan_of(config, graph, costs, variant)
+    result = reference.Result(losses=[], final={}, masters={}, rng_states=[])
+    with open_engine(config, graph, plan) as engine:
+        engine.load(iterate_initial(graph, SEED))
+        torch.manual_seed(SEED)
+        for step in range(1, steps + 1):
+            done = engine.step(inputs_of(graph, batches[(step - 1) % len(batches)]), LEARNING_RATE)
+            result.losses.append(done.loss)
+            result.norms.append(done.grad_norm)
+            result.rng_states.append(torch.get_rng_state())
+            if done.skipped:
+                result.skipped_steps.append(step)
+        for parameter, tensor in engine.weights():
+            result.final |= {name: tensor.clone() for name in parameter.names}
+    return result
+
+
+def inputs_of(graph: g.RegionGraph, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch under the graph's input names; `path` is ["kwargs", NAME]."""
+    return {spec.name: batch[str(spec.path[-1])] for spec in graph.inputs}
