@@ -10,12 +10,13 @@ from typing import Any
 
 import stages
 from stages.artifacts.envelope import SCHEMA_VERSION, content_hash
-from stages.artifacts.store import describe_files, hash_files, key_of, machine, source_hash
+from stages.artifacts.store import describe_files, hash_files, key_of, machine
 from stages.config import RunConfig
 from stages.process import versions
 from stages.sources import local_sources
 
-_PACKAGE = Path(stages.__file__).resolve().parent
+#: the folder that holds the package
+_ROOT = Path(stages.__file__).resolve().parent.parent
 
 
 def trace_key(config: RunConfig) -> str:
@@ -36,7 +37,7 @@ def trace_key(config: RunConfig) -> str:
             "precision": config.precision,
             "device": config.device.name,
             "trace": dataclasses.asdict(config.trace),
-            "code": _code("trace", "region", "models", without=("trace/profile",)),
+            "code": _code("stages.trace.stage"),
             **_common(),
         }
     )
@@ -53,7 +54,7 @@ def profile_key(config: RunConfig, graph: Path) -> str:
             "precision": config.precision,
             "optimizer": dataclasses.asdict(config.optimizer),
             "disk": disk,
-            "code": _code("trace/profile", "region", "process.py"),
+            "code": _code("stages.trace.profile.stage"),
             **_common(),
         }
     )
@@ -69,15 +70,15 @@ def solve_key(config: RunConfig, graph: Path, costs: Path) -> str:
             "budgets": [config.budget_bytes, tiers.host_budget, tiers.disk_budget],
             "solver": dataclasses.asdict(config.solver),
             "precision": config.precision,
-            "code": _code("solve"),
+            "code": _code("stages.solve.stage"),
             **_common(),
         }
     )
 
 
-def _code(*parts: str, without: tuple[str, ...] = ()) -> str:
-    folders = [_PACKAGE / part for part in (*parts, "artifacts", "config.py")]
-    return source_hash(*folders, without=[_PACKAGE / part for part in without])
+def _code(module: str) -> str:
+    """A hash of the stage's source and of all of ours that it imports."""
+    return hash_files(local_sources(module, [str(_ROOT)]))
 
 
 def _common() -> dict[str, Any]:

@@ -76,7 +76,10 @@ def test_editing_another_file_does_not(project: Path) -> None:
     [
         ({"precision": "bf16"}, True),
         ({"data": DataConfig(name="text", seq_len=8)}, True),
-        ({"model": ModelConfig(name="m", source="module", target="mine.model.Net", arguments={"a": 1})}, True),
+        (
+            {"model": ModelConfig(name="m", source="module", target="mine.model.Net", arguments={"a": 1})},
+            True,
+        ),
         ({"steps": 99}, False),
         ({"seed": 5}, False),
         ({"budget": "2GB"}, False),
@@ -135,3 +138,18 @@ def test_versions_of_libraries_change_every_key(project: Path, monkeypatch: pyte
     before = keys.trace_key(config())
     monkeypatch.setattr(keys, "versions", lambda: {"torch": "another"})
     assert keys.trace_key(config()) != before
+
+
+@pytest.mark.parametrize("stage", ["stages.trace.stage", "stages.trace.profile.stage", "stages.solve.stage"])
+def test_the_code_of_a_stage_is_its_own_folder_and_what_it_imports(stage: str) -> None:
+    root = Path(keys.__file__).parents[1]
+    found = {str(file.relative_to(root)) for file in local_sources(stage, [str(root)])}
+    assert stage.replace(".", "/") + ".py" in found
+    assert {"stages/artifacts/graph.py", "stages/config.py"} <= found
+    assert not {"stages/cli.py", "stages/run.py", "stages/runtime/loop.py"} & found
+
+
+def test_the_planner_is_not_run_again_when_tracing_code_changes() -> None:
+    root = Path(keys.__file__).parents[1]
+    folders = {file.parent.name for file in local_sources("stages.solve.stage", [str(root)])}
+    assert "trace" not in folders

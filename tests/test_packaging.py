@@ -33,7 +33,9 @@ def test_the_wheel_holds_every_module_and_every_option_and_no_test(installed: Pa
     assert packed == sources | options
 
 
-def test_the_wheel_composes_from_an_empty_folder_with_its_own_configuration(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_composes_from_an_empty_folder_with_its_own_configuration(
+    installed: Path, tmp_path: Path
+) -> None:
     # site-packages of the running interpreter stay reachable, the checkout does not
     paths = [str(installed), *(path for path in sys.path if "site-packages" in path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -150,7 +150,14 @@ def test_an_interrupted_stage_cleans_up(tmp_path: Path) -> None:
     save_composed(RunConfig(budget="1GB"), tmp_path / "config.json")
     script = tmp_path / "stage.py"
     script.write_text(STAGE.format(body=textwrap.indent(body, "    ")))
-    line = [sys.executable, str(script), "--composed", str(tmp_path / "config.json"), "--run-dir", str(tmp_path)]
+    line = [
+        sys.executable,
+        str(script),
+        "--composed",
+        str(tmp_path / "config.json"),
+        "--run-dir",
+        str(tmp_path),
+    ]
     child = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     child.stdout.readline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,15 @@ from stages import run
 from stages.artifacts import envelope
 from stages.artifacts.store import key_of
 from stages.artifacts.timeline import Timeline
-from stages.config import DataConfig, DeviceConfig, ModelConfig, OptimizerConfig, RunConfig, SolverConfig
-from stages.config import save_composed
+from stages.config import (
+    DataConfig,
+    DeviceConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SolverConfig,
+    save_composed,
+)
 
 
 class Children:
@@ -29,7 +37,7 @@ class Children:
         stage = next(stage for stage, name in run.MODULES.items() if name == module)
         self.started.append(stage)
         code = self._codes.get(stage, 0)
-        flags = list(zip(command, command[1:], strict=False))
+        flags = list(itertools.pairwise(command))
         self.inputs[stage] = [value.partition("=")[0] for flag, value in flags if flag == "--in"]
         for flag, value in flags:
             if flag == "--out" and code == 0:

@@ -53,18 +53,6 @@ def hash_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def source_hash(*folders: Path, without: Iterable[Path] = ()) -> str:
-    """A hash of all Python sources under `folders` (or files), except those under `without`."""
-    excluded = [folder.resolve() for folder in without]
-    files = [
-        file
-        for folder in folders
-        for file in ([folder] if folder.is_file() else folder.rglob("*.py"))
-        if not any(file.resolve().is_relative_to(other) for other in excluded)
-    ]
-    return hash_files(files)
-
-
 def describe_files(folder: Path) -> list[list[Any]]:
     """Path, size and modification time (ns) of every file in `folder`: weights, too large to hash."""
     described: list[list[Any]] = []

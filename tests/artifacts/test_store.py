@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stages.artifacts import envelope
 from stages.artifacts.costs import LinkCost
 from stages.artifacts.errors import ArtifactError, StorageError
-from stages.artifacts.store import Store, default_folder, describe_files, hash_files, key_of, source_hash
+from stages.artifacts.store import Store, default_folder, describe_files, hash_files, key_of
 from stages.artifacts.timeline import Event, Timeline
 
 JSON = st.recursive(
@@ -31,7 +31,9 @@ def test_a_key_does_not_depend_on_the_order_of_its_parts(parts: dict[str, object
 
 @given(st.dictionaries(st.text(), JSON, max_size=3), st.dictionaries(st.text(), JSON, max_size=3))
 def test_different_parts_have_different_keys(one: dict[str, object], other: dict[str, object]) -> None:
-    assert (key_of(one) == key_of(other)) == (one == other and repr(sorted(one.items())) == repr(sorted(other.items())))
+    assert (key_of(one) == key_of(other)) == (
+        one == other and repr(sorted(one.items())) == repr(sorted(other.items()))
+    )
 
 
 def test_hash_of_files_sees_content_and_names_not_their_order(tmp_path: Path) -> None:
@@ -51,17 +53,6 @@ def test_hash_of_files_sees_content_and_names_not_their_order(tmp_path: Path) ->
 def test_hash_of_files_refuses_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"missing\.py"):
         hash_files([tmp_path / "missing.py"])
-
-
-def test_source_hash_leaves_out_what_it_is_told_to(tmp_path: Path) -> None:
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    (tmp_path / "a.py").write_text("1")
-    (inner / "b.py").write_text("2")
-    whole, outer = source_hash(tmp_path), source_hash(tmp_path, without=[inner])
-    (inner / "b.py").write_text("3")
-    assert source_hash(tmp_path) != whole
-    assert source_hash(tmp_path, without=[inner]) == outer
 
 
 def test_replaced_weights_are_seen(tmp_path: Path) -> None:

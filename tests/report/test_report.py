@@ -25,7 +25,9 @@ from stages.report.record import read_run
 from stages.report.terminal import print_summary
 
 TIMELINES = [
-    Timeline("predicted", 0, [Event("compute", "forward", 0, 10**9), Event("read", "w", 0, 10**8, 5)], [(0, 9)]),
+    Timeline(
+        "predicted", 0, [Event("compute", "forward", 0, 10**9), Event("read", "w", 0, 10**8, 5)], [(0, 9)]
+    ),
     Timeline("measured", 1, [Event("compute", "forward", 0, 3 * 10**9)]),
     Timeline("measured", 2, [Event("compute", "forward", 1, 2 * 10**9 + 1), Event("write", "w", 0, 7, 8)]),
 ]
@@ -127,7 +129,10 @@ def test_the_same_run_gives_the_same_page(folder: Path) -> None:
 
 
 def test_prediction_and_last_step_are_shown() -> None:
-    assert [(one.source, one.step) for one in shown_timelines(TIMELINES)] == [("predicted", 0), ("measured", 2)]
+    assert [(one.source, one.step) for one in shown_timelines(TIMELINES)] == [
+        ("predicted", 0),
+        ("measured", 2),
+    ]
     assert shown_timelines([]) == []
 
 

@@ -37,12 +37,16 @@ def graph_with(inputs: list[str], vocabulary: int | None = None, dtype: str = "i
     specs = [g.InputSpec(name, ["kwargs", name], g.TensorSpec([2, 4], [4, 1], dtype)) for name in inputs]
     nodes, parameters = [], []
     if vocabulary is not None:
-        parameters = [g.Parameter("wte", ["wte"], g.TensorSpec([vocabulary, 3], [3, 1], "float32"), "parameter")]
+        parameters = [
+            g.Parameter("wte", ["wte"], g.TensorSpec([vocabulary, 3], [3, 1], "float32"), "parameter")
+        ]
         nodes = [
             g.Node("view", "aten.view.default", [g.Ref(inputs[0]), [-1, 4]]),
             g.Node("embedding", "aten.embedding.default", [g.Ref("wte"), g.Ref("view")]),
         ]
-    return g.RegionGraph("m", "train", "fp32", {}, specs, [], "loss", nodes, [], [], parameters, g.Initial("replay"))
+    return g.RegionGraph(
+        "m", "train", "fp32", {}, specs, [], "loss", nodes, [], [], parameters, g.Initial("replay")
+    )
 
 
 def data_config(**values: object) -> RunConfig:
@@ -233,7 +237,9 @@ def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     assert caught.value.key == "data.tokenizer"
 
 
-def test_a_saved_tokenizer_is_used_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_tokenizer_is_used_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"[UNK]": 0, "def": 1, "return": 2, "x": 3}
@@ -258,4 +264,3 @@ def test_the_module_imports_no_transformers() -> None:
     code = "import sys, stages.runtime.data; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
