@@ -19,14 +19,13 @@ _BOOKKEEPING = ("state", "param_groups", "defaults", "_zero_grad_profile_name")
 
 
 def construct(
-    optimizer: type[torch.optim.Optimizer],
+    optimizer: Callable[..., torch.optim.Optimizer],
     parameters: list[torch.nn.Parameter],
     lr: float,
     arguments: dict[str, Any],
 ) -> torch.optim.Optimizer:
-    """An instance; every class but torch's base class takes `lr`."""
-    make: Callable[..., torch.optim.Optimizer] = optimizer
-    return make(parameters, lr=lr, **arguments)
+    """An instance. Every class takes `lr`, but for torch's base class, whose type says otherwise."""
+    return optimizer(parameters, lr=lr, **arguments)
 
 
 def check_independent(optimizer: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
