@@ -91,13 +91,9 @@ class Engine:
         """
         self._placing.load(initial)
 
-    def weights(self, *, masters: bool = False) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
-        """Parameters and buffers, one in memory at a time, between steps.
-
-        Args:
-            masters: Whether to give the fp32 master of a parameter that has one.
-        """
-        return self._placing.weights(("parameter", "buffer"), masters=masters)
+    def weights(self) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
+        """Parameters and buffers, one in memory at a time, between steps."""
+        return self._placing.weights(("parameter", "buffer"))
 
     def step(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> StepResult:
         """One training step: forward, backward, update.

@@ -73,28 +73,19 @@ class Placing:
         assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
         self._disk.write_from(as_bytes(piece), buffer.extent)
 
-    def weights(self, roles: tuple[str, ...], *, masters: bool) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
-        """Parameters and buffers of `roles`, in the graph's order, one in memory at a time.
-
-        Args:
-            masters: Whether to give the fp32 master of a parameter that has one.
-        """
+    def weights(self, roles: tuple[str, ...]) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
+        """Parameters and buffers of `roles`, in the graph's order, one in memory at a time."""
         for parameter in self._graph.parameters:
-            if parameter.role not in roles:
-                continue
-            if parameter.role != "parameter":
-                yield parameter, self._state.persistent[parameter.name]
-            elif masters and self._buffers(parameter.name, "master"):
-                yield parameter, self._read(parameter, "master")
-            else:
-                yield parameter, self._read(parameter, "weight")
+            if parameter.role in roles:
+                yield parameter, self._read(parameter)
 
-    def _read(self, parameter: g.Parameter, role: str) -> torch.Tensor:
-        dtype = torch.float32 if role == "master" else operators.dtype(parameter.spec.dtype)
+    def _read(self, parameter: g.Parameter) -> torch.Tensor:
+        if parameter.role != "parameter":
+            return self._state.persistent[parameter.name]
         shape, stride = integers(parameter.spec.shape), integers(parameter.spec.stride)
-        tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        tensor = torch.empty_strided(shape, stride, dtype=operators.dtype(parameter.spec.dtype))
         whole = flat(tensor, parameter.spec)
-        for buffer in self._buffers(parameter.name, role):
+        for buffer in self._buffers(parameter.name, "weight"):
             piece = whole[buffer.start : buffer.start + (buffer.count or whole.numel())]
             if buffer.extent is None:
                 piece.copy_(self._state.slot(buffer))

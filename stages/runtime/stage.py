@@ -21,10 +21,10 @@ from stages.region.initial import iterate_initial
 from stages.runtime import reporting
 from stages.runtime.data import open_batches
 from stages.runtime.engine import Engine
-from stages.runtime.export import export_weights
+from stages.runtime.export import export_initial, export_weights
 from stages.runtime.lanes.lane_set import LaneSet
 from stages.runtime.loop import TrainingLoop
-from stages.runtime.scratch import Scratch
+from stages.runtime.scratch import ScratchFolder
 from stages.runtime.tiers.disk import DiskFile
 
 #: blocks of this size or more leave the process when freed, so that counting bytes predicts the peak
@@ -46,19 +46,12 @@ def run(config: RunConfig, graph: g.RegionGraph, costs: Costs, plan: Plan) -> tu
         engine.load(iterate_initial(graph, config.seed))
         print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
         if config.export.initial:
-            # before the cast to bf16 or fp16, as the constructor made them
-            _export(config.export.initial, graph, engine, masters=True)
+            export_initial(Path(config.export.initial), graph, config.seed)
         loop = TrainingLoop(engine, batches, config)
         loop.run()
         if config.export.final:
-            _export(config.export.final, graph, engine, masters=False)
+            export_weights(Path(config.export.final), graph, engine.weights())
         return reporting.summarise(graph, costs, plan, loop), loop.timelines
-
-
-def _export(folder: str, graph: g.RegionGraph, engine: Engine, *, masters: bool) -> None:
-    export_weights(
-        Path(folder), engine.weights(masters=masters), graph.export_config, parameters=graph.parameters
-    )
 
 
 @contextmanager
@@ -71,8 +64,8 @@ def open_engine(
         StorageError: The disk tier has no room for `plan.disk_bytes`.
     """
     kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
-    with Scratch(Path(config.tiers.disk) if config.tiers.disk else None) as scratch:
-        disk = DiskFile(scratch.path, plan.disk_bytes) if plan.disk_bytes else None
+    with ScratchFolder(config.tiers.disk) as folder:
+        disk = DiskFile(folder, plan.disk_bytes) if plan.disk_bytes else None
         lanes = LaneSet.of_kind(config.runtime.lane)
         poison = config.runtime.lane == "adversarial"
         engine = Engine(graph, plan, kernel, disk, lanes, evaluation, poison=poison)
