@@ -67,3 +67,15 @@ def stack_place(stack: str | None) -> str:
         if is_users(filename):
             place = f"{Path(filename).name}:{rest.split(',')[0]}"
     return place
+
+
+def user_module(model: torch.nn.Module) -> str:
+    """Path of the module whose forward is running, from the current stack; its class at the top."""
+    names = {id(module): name for name, module in model.named_modules()}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if id(owner) in names:
+            return names[id(owner)] or type(owner).__name__
+        frame = frame.f_back
+    return type(model).__name__

@@ -1,0 +1,187 @@
+"""Builds the configured model on fake tensors, with the history of its initial values."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import traceback
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from stages.artifacts.errors import StageError, TraceError
+from stages.config import ModelConfig
+from stages.trace.history import History, recording
+from stages.trace.places import error_place
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model without memory.
+
+    Attributes:
+        initial_dtypes: The dtype that each parameter and buffer had before the precision cast.
+        on_tape: Each parameter's and buffer's name in `history`; empty for the caller's own module.
+        folder: Of saved weights; "" when there are none.
+    """
+
+    model: nn.Module
+    mode: FakeTensorMode
+    initial_dtypes: dict[str, str]
+    history: History | None = None
+    on_tape: dict[str, str] = field(default_factory=dict)
+    export_config: str | None = None
+    folder: str = ""
+
+
+def build(config: ModelConfig, seed: int) -> Built:
+    """The model that the configuration names, in train mode, in its original dtypes.
+
+    Raises:
+        TraceError: It cannot be imported or built.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with recording(mode, seed) as history:
+        model, export_config = _construct(config)
+    on_tape = {name: history.name(tensor) for name, tensor in _tensors(model)}
+    folder = config.path if config.source == "directory" else ""
+    return Built(model, mode, _dtypes(model), history, on_tape, export_config, folder)
+
+
+def copied(model: nn.Module) -> Built:
+    """The caller's own module as a fake copy; the module itself is left alone."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        copy = deepcopy(model)
+    return Built(copy, mode, _dtypes(copy))
+
+
+def _construct(config: ModelConfig) -> tuple[nn.Module, str | None]:
+    """The model and, for Hugging Face models, the configuration to write beside its weights."""
+    if config.source == "directory":
+        settings = _saved_settings(config.path)
+        target = config.target or f"transformers.{(settings.architectures or ['AutoModelForCausalLM'])[0]}"
+        return _with_settings(_imported(target), config, settings)
+    target = _imported(config.target)
+    if config.config:
+        return _with_settings(target, config, _call(_imported(config.config), config, **config.arguments))
+    model = _call(target, config, **config.arguments)
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise TraceError(f"{config.target} gave a {found}; expected a torch.nn.Module", key="model.target", found=found)
+    return model, None
+
+
+def _with_settings(target: Any, config: ModelConfig, settings: Any) -> tuple[nn.Module, str]:
+    cache = getattr(settings, "use_cache", None)
+    if cache:
+        settings.use_cache = False  # generation caches would only add outputs that training does not use
+    model = _call(target, config, settings)
+    written = deepcopy(settings)
+    if cache:
+        written.use_cache = cache
+    written.architectures = [type(model).__name__]
+    return model, written.to_json_string()
+
+
+def _saved_settings(folder: str) -> Any:
+    from transformers import AutoConfig
+
+    if not (Path(folder) / "config.json").is_file():
+        raise TraceError(
+            f"model.path={folder} has no config.json; expected a folder written by save_pretrained",
+            key="model.path",
+            found=folder,
+        )
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise TraceError(f"{folder}/config.json cannot be read: {error}", key="model.path") from error
+    return settings
+
+
+def _call(target: Any, config: ModelConfig, *args: Any, **kwargs: Any) -> Any:
+    """Calls the user's class; whatever it raises is reported with its type and place."""
+    try:
+        return target(*args, **kwargs)
+    except StageError:
+        raise
+    except Exception as error:  # noqa: BLE001  (a boundary: the user's code may raise anything)
+        _, place = error_place(error, None)
+        raise TraceError(
+            f"building {config.target or config.path} raised {type(error).__name__}: {error}"
+            f"{f' ({place})' if place else ''}. Expected it to build from model.arguments={config.arguments}",
+            key="model.arguments",
+        ) from error
+
+
+def _imported(path: str) -> Any:
+    """The object that "package.Class" names.
+
+    Raises:
+        TraceError: It does not exist, or its module raises while it is imported: type, file and
+            line of the original are in the message.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise TraceError(f"model.target={path!r} names no class; expected package.Class", key="model.target", found=path)
+    try:
+        module = importlib.import_module(module_name)
+        return getattr(module, name)
+    except AttributeError as error:
+        if not hasattr(error, "name") or error.name != name:
+            raise _import_failure(path, error) from error
+        near = difflib.get_close_matches(name, dir(importlib.import_module(module_name)), 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise TraceError(f"{module_name} has no {name!r}.{hint}", key="model.target", found=path) from error
+    except Exception as error:  # noqa: BLE001  (a boundary: the user's module may raise anything)
+        raise _import_failure(path, error) from error
+
+
+def _import_failure(path: str, error: Exception) -> TraceError:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" at {error.filename}:{error.lineno}"
+    return TraceError(
+        f"importing {path} raised {type(error).__name__}: {error}{where}. Expected an importable class",
+        key="model.target",
+        found=path,
+    )
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _dtypes(model: nn.Module) -> dict[str, str]:
+    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in _tensors(model)}
+
+
+def cast_parameters(built: Built, precision: str) -> None:
+    """Casts floating parameters, not buffers, to the compute dtype; tied ones stay tied.
+
+    fp32 leaves every parameter as the constructor made it.
+    """
+    if precision == "fp32":
+        return
+    dtype = COMPUTE_DTYPES[precision]
+    originals: list[nn.Parameter] = []  # kept, so that no id is used twice
+    cast: dict[int, nn.Parameter] = {}
+    with built.mode, torch.no_grad():
+        for module in built.model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or not parameter.is_floating_point():
+                    continue
+                if id(parameter) not in cast:
+                    originals.append(parameter)
+                    cast[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                # through the module's own __setattr__: recurrent modules keep lists of their weights
+                setattr(module, name, cast[id(parameter)])

@@ -1,0 +1,145 @@
+"""Runs `torch.export` on a fake model and reports failures at the user's line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from stages.artifacts.errors import StageError, TraceError
+from stages.trace import checkpoints, dimensions, gradients
+from stages.trace.build import Built
+from stages.trace.dimensions import Dimensions, Resolved
+from stages.trace.places import error_place
+from stages.trace.structure import Flat, Path, replaced, tensors_in
+
+
+@dataclass(frozen=True)
+class Captured:
+    """An exported program whose inputs and outputs are flat tensors."""
+
+    program: ExportedProgram
+    resolved: Resolved
+    input_names: list[str]
+    output_paths: list[Path]
+    loss: int | None  # index of the output that is the loss
+
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def capture(built: Built, batch: Batch, dims: Dimensions, *, only_loss: bool) -> Captured:
+    """Traces the model with the dimensions `dims` dynamic; those that cannot be are fixed.
+
+    Raises:
+        TraceError: The model cannot be traced exactly.
+    """
+    shapes = [list(tensor.shape) for _, tensor in tensors_in(batch)]
+    for _ in range(len(dims.planned) + 1):
+        captured = _export(built, batch, dims, only_loss)
+        conflicts = captured.resolved.conflicts & set(dims.planned)
+        if not conflicts:
+            return captured
+        dims = dims.without(conflicts)
+    raise TraceError(f"the model cannot be traced at the planned shapes {shapes}")
+
+
+def _export(built: Built, batch: Batch, dims: Dimensions, only_loss: bool) -> Captured:
+    flat = Flat(built.model, batch, only_loss)
+    flat.train(built.model.training)
+    tensors = [tensor for _, tensor in tensors_in(batch)]
+    with built.mode:
+        examples = [
+            torch.zeros(dims.example(index, tensor.shape), dtype=tensor.dtype) for index, tensor in enumerate(tensors)
+        ]
+    specification = tuple(
+        {position: Dim.AUTO for position, name in enumerate(names) if name is not None} for names in dims.names
+    )
+    with gradients.refused(built.model), checkpoints.marked(), _quiet(), _reported(built.model):
+        program = torch.export.export(
+            flat, tuple(examples), dynamic_shapes={"tensors": specification}, strict=False
+        )
+    resolved = dimensions.resolve(dims, _input_shapes(program), _environment(program))
+    names = [_input_name(path) for path, _ in tensors_in(batch)]
+    return Captured(program, resolved, names, flat.found.output_paths, flat.found.loss)
+
+
+def _input_name(path: Path) -> str:
+    """"input_ids" for the keyword input_ids, "args_0_mask" for a mask in the first positional argument."""
+    parts = path[1:] if path[0] == 1 else ["args", *path[1:]]
+    return "_".join(map(str, parts))
+
+
+def _input_shapes(program: ExportedProgram) -> list[torch.Size]:
+    users = set(program.graph_signature.user_inputs)
+    return [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder" and node.name in users]
+
+
+def _environment(program: ExportedProgram) -> ShapeEnv:
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
+            return value.fake_mode.shape_env
+    raise TraceError("the model's forward contains no tensor operation; expected a computation to train")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export warns of what is handled here: weights listed in attributes, unused outputs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*were assigned during export.*")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+        yield
+
+
+@contextmanager
+def _reported(model: torch.nn.Module) -> Iterator[None]:
+    """Turns whatever the model's forward raises into a TraceError with module, file and line."""
+    try:
+        yield
+    except StageError:
+        raise
+    except Exception as error:  # noqa: BLE001  (a boundary: the user's forward may raise anything)
+        module, place = error_place(error, model)
+        cause = _cause(error)
+        raise TraceError(
+            f"{place or 'the model'}: module {module or type(model).__name__!r} cannot be traced: {cause}",
+            found=type(error).__name__,
+            expected="a forward of PyTorch operators without branches on tensor values",
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """One line that says what happened; branches on data are named as such."""
+    name = type(error).__name__
+    if name in _DATA_DEPENDENT:
+        return (
+            "it branches on, or takes a size from, the values of a tensor, so that one trace does not hold for "
+            f"all batches ({name}). Replace the branch by torch.where or make it independent of the data"
+        )
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{name}: {first}"
+
+
+_DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException",
+    "UserError", "PendingUnbackedSymbolNotFound",
+)  # fmt: skip
+
+
+def example_tensors(batch: Batch) -> Sequence[torch.Tensor]:
+    return [tensor for _, tensor in tensors_in(batch)]
+
+
+def as_examples(batch: Batch, mode: Any) -> Batch:
+    """The batch with fake tensors, so that nothing of it stays in memory."""
+    with mode:
+        fakes = [torch.zeros(tensor.shape, dtype=tensor.dtype) for _, tensor in tensors_in(batch)]
+    args, kwargs = replaced(batch, iter(fakes))
+    return args, kwargs

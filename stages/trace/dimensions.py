@@ -1,0 +1,119 @@
+"""Which dimensions of a batch may vary, and what a trace found out about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+
+from stages.artifacts import graph as g
+
+#: as large as a dimension without an upper bound may be
+UNBOUNDED = 2**31 - 1
+
+#: an example of size 0 or 1 specialises silently, so that no example has it
+LEAST_EXAMPLE = 2
+
+BATCH, SEQUENCE = "batch", "seq"
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Names of the dimensions of each flat input (None: static), and the planned size of each name."""
+
+    names: tuple[tuple[str | None, ...], ...]
+    planned: dict[str, int]
+
+    def without(self, static: set[str]) -> Dimensions:
+        """The same with the dimensions `static` fixed at their planned sizes."""
+        names = tuple(tuple(None if name in static else name for name in dims) for dims in self.names)
+        return Dimensions(names, {name: size for name, size in self.planned.items() if name not in static})
+
+    def example(self, index: int, shape: Sequence[int]) -> list[int]:
+        """The shape with which input `index` is traced."""
+        named = zip(shape, self.names[index], strict=True)
+        return [size if name is None else max(size, LEAST_EXAMPLE) for size, name in named]
+
+
+def dimensions_of(tensors: Sequence[torch.Tensor], dynamic: bool) -> Dimensions:
+    """The first dimension is the batch's; the second of token-like (integer) inputs is the sequence's.
+
+    A tensor whose size differs from that of the first such tensor keeps the dimension static.
+    """
+    names: list[list[str | None]] = [[None] * tensor.dim() for tensor in tensors]
+    planned: dict[str, int] = {}
+    if dynamic:
+        for tensor, dims in zip(tensors, names, strict=True):
+            if tensor.dim() and planned.setdefault(BATCH, tensor.shape[0]) == tensor.shape[0]:
+                dims[0] = BATCH
+        for tensor, dims in zip(tensors, names, strict=True):
+            token_like = tensor.dim() >= 2 and not tensor.is_floating_point() and not tensor.is_complex()
+            if token_like and planned.setdefault(SEQUENCE, tensor.shape[1]) == tensor.shape[1]:
+                dims[1] = SEQUENCE
+    return Dimensions(tuple(map(tuple, names)), planned)
+
+
+@dataclass
+class Resolved:
+    """What a trace says of the dimensions.
+
+    `names` maps each of its symbols to a dimension's name; `conflicts` are dimensions that must be
+    static, because the model fixes them or depends on them in a way that bounds cannot express.
+    """
+
+    names: dict[sympy.Symbol, str] = field(default_factory=dict)
+    symbols: dict[str, g.Symbol] = field(default_factory=dict)
+    conflicts: set[str] = field(default_factory=set)
+
+
+def resolve(dimensions: Dimensions, shapes: Sequence[torch.Size], environment: ShapeEnv) -> Resolved:
+    """Reads the dimensions' names and bounds from the traced inputs' shapes and the guards."""
+    result = Resolved()
+    for dims, shape in zip(dimensions.names, shapes, strict=True):
+        for name, size in zip(dims, shape, strict=True):
+            if name is not None:
+                _name_symbol(name, size, result)
+    _apply_guards(result, environment, dimensions.planned)
+    for symbol, name in result.names.items():
+        _bound(name, environment.var_to_range[symbol], result, dimensions.planned[name])
+    for name, symbol in result.symbols.items():
+        if not symbol.minimum <= symbol.planned <= symbol.maximum:
+            result.conflicts.add(name)
+    return result
+
+
+def _name_symbol(name: str, size: int | torch.SymInt, result: Resolved) -> None:
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    if not isinstance(expression, sympy.Symbol):
+        result.conflicts.add(name)  # the model fixed it
+    elif result.names.setdefault(expression, name) != name:
+        result.conflicts |= {name, result.names[expression]}  # the model wants two of them equal
+
+
+def _bound(name: str, interval: object, result: Resolved, planned: int) -> None:
+    """Intersects the interval of one symbol into the bounds of its dimension."""
+    lower, upper = getattr(interval, "lower"), getattr(interval, "upper")  # noqa: B009
+    minimum = 1 if lower <= LEAST_EXAMPLE and name == BATCH or planned == 1 else max(int(lower), 1)
+    maximum = UNBOUNDED if upper is int_oo or upper == int_oo or upper == sympy.oo else int(upper)
+    known = result.symbols.get(name)
+    if known is not None:
+        minimum, maximum = max(minimum, known.minimum), min(maximum, known.maximum)
+    result.symbols[name] = g.Symbol(minimum, maximum, planned)
+
+
+def _apply_guards(result: Resolved, environment: ShapeEnv, planned: dict[str, int]) -> None:
+    """Conditions that the trace relied on and that its bounds do not already imply fix dimensions."""
+    canonical = {name: symbol for symbol, name in reversed(result.names.items())}
+    same = {symbol: canonical[name] for symbol, name in result.names.items()}
+    for guard in environment.guards:
+        condition = environment.simplify(guard.expr).xreplace(same)
+        if condition == sympy.true or not condition.free_symbols:
+            continue
+        known = environment._maybe_evaluate_static(condition)
+        if known is not None and bool(known):
+            continue
+        result.conflicts |= {result.names[symbol] for symbol in condition.free_symbols if symbol in result.names}
