@@ -1,0 +1,252 @@
+"""Training in anybody's own loop: `stages.offload(model, batch, budget)`.
+
+with stages.offload(model, {"input_ids": ids, "labels": ids}, "2GB", lr=1e-4) as session:
+    for batch in batches:
+        loss = session.step(batch)
+    model.load_state_dict(session.state_dict())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from stages.artifacts import graph as g
+from stages.artifacts.costs import Costs
+from stages.artifacts.errors import DataError
+from stages.artifacts.plan import Plan
+from stages.config import (
+    DataConfig,
+    DeviceConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    RuntimeConfig,
+    SolverConfig,
+    TiersConfig,
+)
+from stages.region import memory
+from stages.region.initial import decode_literal
+from stages.runtime.engine import Engine, StepResult
+from stages.runtime.stage import open_engine
+from stages.solve import stage as solve
+from stages.trace import stage as trace
+from stages.trace.profile import stage as profile
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced and profiled model, ready to be planned for any budget."""
+
+    config: RunConfig
+    graph: g.RegionGraph
+    costs: Costs
+    evaluation: tuple[g.RegionGraph, Costs] | None
+
+    def plan(self, budget: str | int) -> Plan:
+        """The verified plan inside `budget`.
+
+        Raises:
+            InfeasibleBudgetError: No plan fits; carries the least budget.
+            ConfigError: `budget` is no size.
+        """
+        config = replace(self.config, budget=str(budget))
+        return solve.run(config, self.graph, self.costs, evaluation=self.evaluation)[0]
+
+
+class Session:
+    """A model in training on a plan. A context manager; `close` gives all memory and disk back.
+
+    The model's own tensors are copied into the plan's tiers and not touched afterwards: drop the
+    model to free them.
+    """
+
+    def __init__(self, model: nn.Module, prepared: Prepared, plan: Plan) -> None:
+        self.plan = plan
+        self._graph = prepared.graph
+        self._learning_rate = prepared.config.optimizer.lr
+        evaluation = None if prepared.evaluation is None else prepared.evaluation[0]
+        with ExitStack() as stack:
+            self._engine: Engine = stack.enter_context(
+                open_engine(prepared.config, prepared.graph, plan, evaluation)
+            )
+            self._engine.load(_live_values(model, prepared.graph))
+            self._resources = stack.pop_all()
+
+    def step(self, batch: Mapping[str, Any] | Sequence[Any], *, lr: float | None = None) -> float:
+        """Forward, backward and update on one batch; the loss.
+
+        Args:
+            batch: In the structure of the one that was planned; a mapping is keyword arguments, a
+                sequence positional ones. Sizes at most those planned.
+            lr: Learning rate of this step; None: that of the session.
+
+        Raises:
+            DataError: The batch does not fit the plan; nothing has changed then.
+        """
+        return self.step_in_full(batch, lr=lr).loss
+
+    def step_in_full(
+        self, batch: Mapping[str, Any] | Sequence[Any], *, lr: float | None = None
+    ) -> StepResult:
+        """As `step`, with gradient norm, skip and timeline."""
+        rate = self._learning_rate if lr is None else lr
+        return self._engine.step(_flattened(self._graph, batch), rate)
+
+    def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> float:
+        """The loss in evaluation mode, without gradients.
+
+        Raises:
+            ConfigError: The session was made without `evaluate=True`.
+        """
+        return self._engine.evaluate(_flattened(self._graph, batch))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers now, under all their names; tied names share one tensor."""
+        return {
+            name: tensor
+            for parameter, held in self._engine.weights()
+            for tensor in [held.clone()]
+            for name in parameter.names
+        }
+
+    def close(self) -> None:
+        """Ends the session. Safe to call twice."""
+        self._resources.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def prepare(
+    model: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any],
+    *,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    lr: float = 1e-3,
+    optimizer_arguments: Mapping[str, Any] | None = None,
+    solver: str = "greedy_async",
+    evaluate: bool = False,
+    dynamic: bool = True,
+    disk: str = "",
+    threads: int = 0,
+    lane: str = "cpu",
+) -> Prepared:
+    """Traces and profiles `model` on `batch`, whose sizes are the largest that steps may have.
+
+    Args:
+        precision: "fp32" | "bf16" | "fp16".
+        optimizer: "adamw", "adam", "sgd", "adagrad", or a class by import path.
+        optimizer_arguments: What the optimizer takes beside lr: betas, eps, weight_decay, ...
+        evaluate: Whether `Session.evaluate` will be used; the model is then traced in that mode too.
+        dynamic: Whether smaller batches and shorter sequences may come.
+        disk: Folder of the disk tier; "": the user's cache folder.
+        threads: Threads of operators; 0: what torch chooses.
+        lane: "cpu", or "adversarial" for tests.
+
+    Raises:
+        TraceError: The model cannot be traced exactly.
+        ConfigError: A setting cannot be used.
+    """
+    named = {key: value for key, value in (optimizer_arguments or {}).items() if key in _OPTIMIZER_FIELDS}
+    rest = {key: value for key, value in (optimizer_arguments or {}).items() if key not in named}
+    config = RunConfig(
+        model=ModelConfig(name=type(model).__name__, source="module", target="live.Module"),
+        data=DataConfig(name="random"),
+        optimizer=OptimizerConfig(name=optimizer, lr=lr, arguments=rest, **named),
+        solver=SolverConfig(name=solver),
+        device=DeviceConfig(name="cpu", threads=threads),
+        tiers=TiersConfig(disk=disk),
+        runtime=RuntimeConfig(lane=lane),
+        precision=precision,
+    )
+    args, kwargs = _arguments(batch)
+    modes = ("train", "eval") if evaluate else ("train",)
+    graphs = [
+        trace.trace_module(
+            model, args, kwargs, precision=precision, dynamic=dynamic, mode=mode, only_loss=True
+        )
+        for mode in modes
+    ]
+    measured = [_in_this_process(profile.run(config, graph)) for graph in graphs]
+    evaluation = (graphs[1], measured[1]) if evaluate else None
+    return Prepared(config, graphs[0], measured[0], evaluation)
+
+
+def offload(
+    model: nn.Module, batch: Mapping[str, Any] | Sequence[Any], budget: str | int, **settings: Any
+) -> Session:
+    """Plans `model` inside `budget` and opens a session that trains it.
+
+    Args:
+        model: In any state; its tensors are the initial values.
+        batch: A batch of the largest sizes to come: keyword arguments as a mapping, or positional ones.
+        budget: Size of the device tier: "2GB", "800MiB" or bytes. On CPU it covers the whole process.
+        settings: As for `prepare`.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits; carries the least budget.
+        TraceError: The model cannot be traced exactly.
+    """
+    prepared = prepare(model, batch, **settings)
+    return Session(model, prepared, prepared.plan(budget))
+
+
+_OPTIMIZER_FIELDS = ("betas", "eps", "weight_decay", "momentum")
+
+
+def _in_this_process(costs: Costs) -> Costs:
+    """Costs for training here, where the caller's own tensors and libraries are in memory already."""
+    baseline = max(costs.baseline_bytes, memory.resident_bytes())
+    return msgspec.structs.replace(costs, baseline_bytes=baseline, stage_peak_bytes={})
+
+
+def _live_values(model: nn.Module, graph: g.RegionGraph) -> Iterator[tuple[str, torch.Tensor]]:
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    for parameter in graph.parameters:
+        tensor = decode_literal(parameter) if parameter.literal is not None else held[parameter.name]
+        yield parameter.name, tensor.detach()
+
+
+def _arguments(batch: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+
+
+def _flattened(graph: g.RegionGraph, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
+    """The batch's tensors by graph input, found by their paths."""
+    args, kwargs = _arguments(batch)
+    roots: dict[str | int, Any] = {"args": args, "kwargs": kwargs}
+    return {spec.name: _find(roots, spec) for spec in graph.inputs}
+
+
+def _find(roots: Mapping[str | int, Any], spec: g.InputSpec) -> torch.Tensor:
+    found: Any = roots
+    for key in spec.path:
+        try:
+            found = found[key] if isinstance(found, Mapping | Sequence) else getattr(found, str(key))
+        except (KeyError, IndexError, AttributeError) as error:
+            path = ".".join(str(part) for part in spec.path)
+            raise DataError(
+                f"the batch has nothing at {path}; the planned one had a tensor there. "
+                f"Give batches of one structure",
+                found="nothing",
+                expected=path,
+            ) from error
+    if not isinstance(found, torch.Tensor):
+        raise DataError(f"the batch has a {type(found).__name__} at {spec.path}; expected a tensor")
+    return found
