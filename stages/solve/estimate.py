@@ -75,7 +75,17 @@ class Estimator:
         self._updated_in: dict[int, list[PlannedParameter]] = defaultdict(list)
         for parameter in problem.updated:
             self._updated_in[parameter.update_region].append(parameter)
+        # what an update's cost depends on: the groups of its weights and of their state
+        self._groups_in = {
+            region: (
+                tuple({self._group_of_weight[item.name] for item in updated if item.uses}),
+                tuple({self._group_of_state[item.name] for item in updated}),
+            )
+            for region, updated in self._updated_in.items()
+        }
         self._stays: dict[tuple[object, ...], list[Window]] = {}
+        self._update_costs: dict[tuple[object, ...], UpdateCost] = {}
+        self._gradient_changes: dict[str, list[int]] = {}
 
     # positions
 
@@ -145,6 +155,19 @@ class Estimator:
 
     def update_cost(self, choice: Choice, region: int) -> UpdateCost:
         """What updating the weights whose gradients are complete in `region` moves and takes."""
+        weights, states = self._groups_in.get(region, ((), ()))
+        known = (
+            region,
+            choice.chunk_elements,
+            choice.gradients,
+            tuple(self.is_streamed(choice, group) for group in weights),
+            tuple(choice.state[group] for group in states),
+        )
+        if known not in self._update_costs:
+            self._update_costs[known] = self._compute_update_cost(choice, region)
+        return self._update_costs[known]
+
+    def _compute_update_cost(self, choice: Choice, region: int) -> UpdateCost:
         problem, deferred = self.problem, choice.gradients != "consume"
         read = write = compute = 0.0
         chunks = chunk_bytes = 0
@@ -247,16 +270,25 @@ class Estimator:
         return change
 
     def _add_gradients(self, change: list[int], choice: Choice) -> None:
-        for parameter in self.problem.updated:
-            slot = self.problem.backward_slot(parameter.update_region)
-            made = self.begins(self.problem.backward_slot(max(parameter.gradient_regions)))
+        key = choice.gradients
+        if key not in self._gradient_changes or key == "move":
+            self._gradient_changes[key] = self._change_by_gradients(choice)
+        for position, difference in enumerate(self._gradient_changes[key]):
+            change[position] += difference
+
+    def _change_by_gradients(self, choice: Choice) -> list[int]:
+        change = [0] * (self.positions + 1)
+        for region, updated in self._updated_in.items():
+            slot = self.problem.backward_slot(region)
             last = {
                 "consume": self.ends(slot),
                 "keep": self.positions - 1,
-                "move": self.ends(slot + choice.prefetch[parameter.update_region]),
+                "move": self.ends(slot + choice.prefetch[region]),
             }[choice.gradients]
-            change[made] += parameter.bytes
-            change[last + 1] -= parameter.bytes
+            for parameter in updated:
+                change[self.begins(self.problem.backward_slot(max(parameter.gradient_regions)))] += parameter.bytes
+                change[last + 1] -= parameter.bytes
+        return change
 
     # time
 

@@ -1,2 +1,0 @@
-"""Checks a program; written next."""
-def verify(*a, **k): pass

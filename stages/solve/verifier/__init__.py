@@ -1,0 +1,81 @@
+"""Checks a plan against its graph and costs, and trusts nothing that made it.
+
+Shares no code with lowering, layout and simulator: what it needs of order, versions, memory and
+meaning it derives again from the instructions alone.
+"""
+
+from __future__ import annotations
+
+from stages.artifacts.costs import Costs
+from stages.artifacts.graph import RegionGraph
+from stages.artifacts.plan import Phase, Plan
+from stages.solve.errors import PlanError
+from stages.solve.verifier.content import check_content
+from stages.solve.verifier.disk import check_homes
+from stages.solve.verifier.meaning import check_evaluation, check_training
+from stages.solve.verifier.memory import check_budgets, check_slots
+from stages.solve.verifier.order import Order
+
+
+def verify(
+    plan: Plan,
+    graph: RegionGraph,
+    costs: Costs,
+    *,
+    evaluation: tuple[RegionGraph, Costs] | None = None,
+    disk_budget_bytes: int | None = None,
+) -> None:
+    """Checks that `plan` computes what `graph` says, under every timing of its transfers, in budget.
+
+    Raises:
+        PlanError: It does not; names phase and instruction.
+    """
+    names = [phase.name for phase in plan.phases]
+    if names not in (["step"], ["step", "evaluate"], ["step", "update"], ["step", "update", "evaluate"]):
+        raise PlanError(f"phases are {', '.join(names)}; expected step, then update and evaluate where needed")
+    if [buffer.id for buffer in plan.buffers] != list(range(len(plan.buffers))):
+        raise PlanError("buffer ids are not their positions in the list")
+    aliases = check_homes(plan)
+    orders = [Order(phase) for phase in plan.phases]
+    for phase, order in zip(plan.phases, orders, strict=True):
+        check_content(plan, phase, order, aliases)
+        check_slots(plan, phase, order)
+    _check_borders(plan)
+    check_training(plan, graph, costs)
+    if "evaluate" in names:
+        if evaluation is None:
+            raise PlanError("the plan has a phase evaluate, but no evaluation graph was given")
+        check_evaluation(plan, *evaluation)
+    check_budgets(plan, orders, costs, disk_budget_bytes)
+
+
+def _check_borders(plan: Plan) -> None:
+    """Each phase ends as each of its successors begins; the batch is exchanged between phases."""
+    by_name = {phase.name: phase for phase in plan.phases}
+    for phase in plan.phases:
+        if not phase.successors:
+            raise PlanError(f"phase {phase.name} has no successor")
+        for successor in phase.successors:
+            if successor not in by_name:
+                raise PlanError(f"phase {phase.name} names the successor {successor}, which the plan lacks")
+            leaves, enters = _state_at(plan, phase, "exit"), _state_at(plan, by_name[successor], "entry")
+            if leaves != enters:
+                owner, tier = sorted(leaves ^ enters)[0]
+                raise PlanError(
+                    f"phase {phase.name} does not end as phase {successor} begins: {owner} on {tier} "
+                    f"is in one of the two only"
+                )
+
+
+def _state_at(plan: Plan, phase: Phase, border: str) -> set[tuple[str, str]]:
+    """What is where: (buffer, tier); a gradient counts by its owner, whole or in pieces."""
+    found = set()
+    for location in phase.exit if border == "exit" else phase.entry:
+        buffer = plan.buffers[location.buffer]
+        if buffer.role == "gradient":
+            found.add((f"gradient of {buffer.owner}", location.tier))
+        elif buffer.role in ("weight", "master", "state", "persistent"):
+            found.add((f"buffer {buffer.id} ({buffer.role} of {buffer.owner})", location.tier))
+        elif not buffer.resident:
+            raise PlanError(f"phase {phase.name}: {buffer.role} {buffer.owner} crosses its {border}")
+    return found
