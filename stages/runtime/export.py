@@ -78,8 +78,7 @@ def export_weights(
         ValueError: A value is missing, comes twice, or has another shape or dtype than in the graph.
     """
     entries = [_entry(parameter, parameter.spec.dtype) for parameter in _state_dict(graph)]
-    named = ((parameter.name, tensor) for parameter, tensor in weights)
-    return _export(folder, entries, named, graph.export_config, shard_bytes)
+    return _export(folder, entries, _by_name(weights), graph.export_config, shard_bytes)
 
 
 def export_initial(folder: Path, graph: RegionGraph, seed: int) -> list[Path]:
@@ -113,6 +112,12 @@ def _export(
             write_atomically(config, export_config.encode())
             files.append(config)
     return files
+
+
+def _by_name(weights: Iterable[tuple[Parameter, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for parameter, tensor in weights:
+        yield parameter.name, tensor
+        del tensor  # before the source makes the next
 
 
 def _state_dict(graph: RegionGraph) -> list[Parameter]:

@@ -56,7 +56,7 @@ def test_an_unknown_optimizer_is_refused_by_name(name: str, hint: str) -> None:
 def test_a_mistyped_argument_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean amsgrad"):
         kernel_of("adamw", arguments={"amsgard": True})
-    with pytest.raises(ConfigError, match="did you mean clip_threshold|not an argument of Adafactor"):
+    with pytest.raises(ConfigError, match="not an argument of Adafactor"):
         kernel_of("torch.optim.Adafactor", arguments={"treshold": 1})
 
 

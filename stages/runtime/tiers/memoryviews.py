@@ -12,7 +12,7 @@ Bytes = memoryview | torch.Tensor
 def as_bytes(buffer: Bytes) -> memoryview:
     """The memory of `buffer` as one-dimensional unsigned bytes.
 
-    The result does not keep a tensor alive; the caller does, until the transfer has ended.
+    The result keeps the tensor alive.
 
     Args:
         buffer: A tensor on CPU, dense (its elements fill its span of memory, in any order of
@@ -33,7 +33,9 @@ def as_bytes(buffer: Bytes) -> memoryview:
     size_bytes = buffer.numel() * buffer.element_size()
     if size_bytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * size_bytes).from_address(buffer.data_ptr())).cast("B")
+    span = (ctypes.c_ubyte * size_bytes).from_address(buffer.data_ptr())
+    span.owner = buffer  # the view holds the span, the span the tensor
+    return memoryview(span).cast("B")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

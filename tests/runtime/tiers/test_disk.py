@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from stages.runtime.tiers import disk as disk_module
 from stages.runtime.tiers import space
 from stages.runtime.tiers.arena import Arena
 from stages.runtime.tiers.disk import DiskFile
+from stages.runtime.tiers.memoryviews import as_bytes
 
 SIZE = 64 * ALIGNMENT
 
@@ -110,6 +112,17 @@ def test_tensors_of_any_dtype_and_dense_order_of_dimensions_round_trip(file: Dis
         assert back.stride() == tensor.stride()
         file.read_into(back, 3 * ALIGNMENT)
         assert torch.equal(back, tensor)
+
+
+def test_bytes_keep_their_tensor_alive() -> None:
+    tensor = torch.ones(5)
+    gone = weakref.ref(tensor)
+    view = as_bytes(tensor)[4:8]
+    del tensor
+    assert gone() is not None
+    assert view.nbytes == 4
+    del view
+    assert gone() is None
 
 
 def test_memoryviews_of_any_format_are_taken(file: DiskFile) -> None:
@@ -276,13 +289,20 @@ def test_a_filesystem_without_direct_transfers_warns_once_and_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_direct(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="no direct I/O") as warned, DiskFile(tmp_path, SIZE) as file:
+    with pytest.warns(RuntimeWarning, match="no direct I/O") as warned:
+        file = DiskFile(tmp_path, SIZE)
+    assert len(warned) == 1
+    check_buffered(file)
+
+
+def check_buffered(file: DiskFile) -> None:
+    with file, warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert not file.direct
         file.write_from(pattern(5000), 77)
         back = torch.empty(5000, dtype=torch.uint8)
         file.read_into(back, 77)
         assert torch.equal(back, pattern(5000))
-    assert len(warned) == 1
 
 
 def test_a_filesystem_that_takes_the_flag_and_refuses_the_transfer_warns_and_works(
@@ -298,12 +318,9 @@ def test_a_filesystem_that_takes_the_flag_and_refuses_the_transfer_warns_and_wor
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(disk_module.os, "preadv", preadv)
-    with pytest.warns(RuntimeWarning, match="no direct I/O"), DiskFile(tmp_path, SIZE) as file:
-        assert not file.direct
-        file.write_from(pattern(5000), 77)
-        back = torch.empty(5000, dtype=torch.uint8)
-        file.read_into(back, 77)
-        assert torch.equal(back, pattern(5000))
+    with pytest.warns(RuntimeWarning, match="no direct I/O"):
+        file = DiskFile(tmp_path, SIZE)
+    check_buffered(file)
 
 
 def test_a_filesystem_in_memory_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
