@@ -356,7 +356,7 @@ def masked(generator: torch.Generator, rows: int) -> dict[str, Tensor]:
     return {"x": x, "mask": torch.rand(rows, LENGTH, generator=generator) > 0.3}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SmallModel:
     """How to build a model (see `tests.reference.build`) and what to feed it."""
 

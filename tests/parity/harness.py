@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import Costs, LinkCost, OptimizerCost
@@ -26,15 +26,16 @@ from stages.config import (
     TiersConfig,
 )
 from stages.optim.make import make_kernel
-from stages.region.initial import iterate_initial
+from stages.region.initial import decode_literal, iterate_initial
 from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
+from stages.trace import stage as trace
 from stages.trace.profile.optimizer import state_specs
 from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.regions import measure_region
 from stages.trace.profile.stand_ins import representative_cases
 from tests import reference
-from tests.models_for_tests import BATCH, LENGTH, SmallModel
+from tests.models_for_tests import LENGTH, SmallModel, tokens
 
 SEED = 3
 LEARNING_RATE = 1e-2
@@ -65,8 +66,46 @@ ADVERSARIAL = Variant("adversarial", "greedy_async", least=True, layout="tight",
 VARIANTS = [RESIDENT, LEAST, REUSED_SLOTS, ADVERSARIAL]
 
 
+@cache
+def traced(model: SmallModel, precision: str, rows: int) -> tuple[g.RegionGraph, Costs]:
+    """Graph and costs. Models that are fed with tokens go the way of the command, with their initial
+    values replayed; the others that of a live module."""
+    config = config_of(model, precision, rows=rows)
+    if model.make_batch is tokens:
+        graph = trace.run(config)
+    else:
+        module, batch = _seeded(model), model.batches(1, rows=rows)[0]
+        graph = trace.trace_module(module, (), batch, name=model.name, precision=precision, only_loss=True)
+    return graph, costs_of(graph, config)
+
+
+def _seeded(model: SmallModel) -> nn.Module:
+    torch.manual_seed(SEED)
+    return model.build()
+
+
+def initial_values(model: SmallModel, graph: g.RegionGraph) -> Iterator[tuple[str, Tensor]]:
+    if graph.initial.source != "live":
+        yield from iterate_initial(graph, SEED)
+        return
+    module = _seeded(model)
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for parameter in graph.parameters:
+        if parameter.literal is not None:
+            yield parameter.name, decode_literal(parameter)
+        else:
+            yield parameter.name, held[parameter.name]
+
+
 def config_of(
-    model: SmallModel, precision: str, *, solver: str, lane: str, rows: int, disk: Path, budget: int
+    model: SmallModel,
+    precision: str,
+    *,
+    rows: int,
+    solver: str = "resident",
+    lane: str = "cpu",
+    disk: Path = Path(),
+    budget: int = AMPLE_BYTES,
 ) -> RunConfig:
     source = "transformers" if model.config else "module"
     return RunConfig(
@@ -110,13 +149,9 @@ def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
 def plan_of(config: RunConfig, graph: g.RegionGraph, costs: Costs, variant: Variant) -> Plan:
     """The plan at an ample budget or at exactly the least one that the solver names."""
     if variant.least:
-        try:
+        with pytest.raises(InfeasibleBudgetError) as refusal:
             solve.run(config, graph, costs, layout=variant.layout)
-        except InfeasibleBudgetError as refusal:
-            assert refusal.least_feasible_bytes is not None
-            config.budget = str(refusal.least_feasible_bytes)
-        else:
-            raise AssertionError(f"a budget of {config.budget} bytes was planned; expected a refusal")
+        config.budget = str(refusal.value.least_feasible_bytes)
     return solve.run(config, graph, costs, layout=variant.layout)[0]
 
 
@@ -139,7 +174,7 @@ def train(
     plan = plan_of(config, graph, costs, variant)
     result = reference.Result(losses=[], final={}, masters={}, rng_states=[])
     with open_engine(config, graph, plan) as engine:
-        engine.load(iterate_initial(graph, SEED))
+        engine.load(initial_values(model, graph))
         torch.manual_seed(SEED)
         for step in range(1, steps + 1):
             done = engine.step(inputs_of(graph, batches[(step - 1) % len(batches)]), LEARNING_RATE)

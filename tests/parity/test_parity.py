@@ -78,15 +78,11 @@ def assert_equal(found: reference.Result, expected: reference.Result) -> None:
 @pytest.mark.parametrize(
     ("name", "precision", "variant"), _cases(), ids=lambda part: getattr(part, "name", part)
 )
-def test_bitwise_equal_to_the_plain_loop(
-    name: str, precision: str, variant: Variant, tmp_path: Path
-) -> None:
+def test_bitwise_equal_to_the_plain_loop(name: str, precision: str, variant: Variant, tmp_path: Path) -> None:
     model = BY_NAME[name]
     expected = _reference(name, precision)
     assert len(expected.skipped_steps) < STEPS[precision], "nothing was trained"
-    found = harness.train(
-        model, precision, _batches(model), variant, steps=STEPS[precision], disk=tmp_path
-    )
+    found = harness.train(model, precision, _batches(model), variant, steps=STEPS[precision], disk=tmp_path)
     assert_equal(found, expected)
 
 
