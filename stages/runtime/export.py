@@ -6,48 +6,22 @@ Hugging Face's `save_pretrained` makes them, so that `from_pretrained` reads the
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 
 import torch
 
 from stages.artifacts.envelope import write_atomically
 from stages.artifacts.errors import StorageError
-from stages.artifacts.graph import BYTES_PER_ELEMENT, Parameter, RegionGraph, element_count, evaluate_size
+from stages.artifacts.graph import Parameter, RegionGraph
 from stages.region.initial import iterate_initial
-from stages.runtime.tiers.memoryviews import as_bytes
+from stages.runtime.safetensors_writer import Entry, Place, SyncedWriter, entry_of, lay_out
 
 #: bytes of one file at most, unless a single tensor is larger; as Hugging Face's default
 SHARD_BYTES = 5 * 10**9
-#: bytes after which what was written is synced and dropped from the page cache, which would
-#: otherwise count against a memory limit
-_SYNC_BYTES = 64 * 2**20
-#: the format wants the header to end on such a border
-_HEADER_ALIGNMENT = 8
-
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-    "complex64": "C64",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One tensor of a file. `size_bytes` is of its elements, contiguous."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size_bytes: int
-    aliases: tuple[str, ...]
 
 
 def export_weights(
@@ -77,7 +51,7 @@ def export_weights(
         StorageError: The folder cannot be written or is full. No file under its final name is partial.
         ValueError: A value is missing, comes twice, or has another shape or dtype than in the graph.
     """
-    entries = [_entry(parameter, parameter.spec.dtype) for parameter in _state_dict(graph)]
+    entries = [entry_of(parameter, parameter.spec.dtype) for parameter in _state_dict(graph)]
     return _export(folder, entries, _by_name(weights), graph.export_config, shard_bytes)
 
 
@@ -88,13 +62,13 @@ def export_initial(folder: Path, graph: RegionGraph, seed: int) -> list[Path]:
         StorageError: As for `export_weights`.
         ArtifactError: The graph holds no record of the initial values, or a damaged one.
     """
-    entries = [_entry(parameter, parameter.initial_dtype) for parameter in _state_dict(graph)]
+    entries = [entry_of(parameter, parameter.initial_dtype) for parameter in _state_dict(graph)]
     return _export(folder, entries, iterate_initial(graph, seed), graph.export_config, SHARD_BYTES)
 
 
 def _export(
     folder: Path,
-    entries: list[_Entry],
+    entries: list[Entry],
     values: Iterable[tuple[str, torch.Tensor]],
     export_config: str | None,
     shard_bytes: int,
@@ -128,22 +102,9 @@ def _state_dict(graph: RegionGraph) -> list[Parameter]:
     ]
 
 
-def _entry(parameter: Parameter, dtype: str) -> _Entry:
-    spec = parameter.spec
-    if dtype not in _DTYPES:
-        raise ValueError(f"{parameter.name} is {dtype}; safetensors files hold {', '.join(_DTYPES)}")
-    return _Entry(
-        name=parameter.name,
-        dtype=dtype,
-        shape=tuple(evaluate_size(size, {}) for size in spec.shape),
-        size_bytes=element_count(spec, {}) * BYTES_PER_ELEMENT[dtype],
-        aliases=tuple(name for name in parameter.names if name != parameter.name),
-    )
-
-
-def _cut(entries: list[_Entry], shard_bytes: int) -> list[list[_Entry]]:
+def _cut(entries: list[Entry], shard_bytes: int) -> list[list[Entry]]:
     """Consecutive entries of at most `shard_bytes` together; a larger one is alone."""
-    shards: list[list[_Entry]] = [[]]
+    shards: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
         if shards[-1] and filled + entry.size_bytes > shard_bytes:
@@ -160,45 +121,17 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _offsets(entries: Sequence[_Entry]) -> dict[str, int]:
-    """Where each tensor's data starts, after the header.
-
-    Wide elements first: readers map the file and view it by dtype, which wants aligned data.
-    """
-    offsets: dict[str, int] = {}
-    offset = 0
-    for entry in sorted(entries, key=lambda entry: -BYTES_PER_ELEMENT[entry.dtype]):
-        offsets[entry.name] = offset
-        offset += entry.size_bytes
-    return offsets
-
-
-def _header(entries: Sequence[_Entry], offsets: Mapping[str, int]) -> bytes:
-    aliases = {alias: entry.name for entry in entries for alias in entry.aliases}
-    content: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
-    for entry in entries:
-        start = offsets[entry.name]
-        content[entry.name] = {
-            "dtype": _DTYPES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": [start, start + entry.size_bytes],
-        }
-    encoded = json.dumps(content, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % _HEADER_ALIGNMENT)
-    return struct.pack("<Q", len(encoded)) + encoded
-
-
-def _write_files(shards: Mapping[Path, Sequence[_Entry]], values: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _write_files(shards: Mapping[Path, Sequence[Entry]], values: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Writes all files under temporary names, each value where it belongs, syncs and renames them."""
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in shards}
     try:
         with ExitStack() as stack:
-            places: dict[str, _Place] = {}
+            places: dict[str, Place] = {}
             writers = []
             for path, entries in shards.items():
-                writer = _SyncedWriter(stack.enter_context(temporary[path].open("wb", buffering=0)))
+                writer = SyncedWriter(stack.enter_context(temporary[path].open("wb", buffering=0)))
                 writers.append(writer)
-                places.update(_lay_out(writer, entries))
+                places.update(lay_out(writer, entries))
             _write_values(places, values)
             for writer in writers:
                 writer.finish()
@@ -209,21 +142,12 @@ def _write_files(shards: Mapping[Path, Sequence[_Entry]], values: Iterable[tuple
             part.unlink(missing_ok=True)
 
 
-def _lay_out(writer: _SyncedWriter, entries: Sequence[_Entry]) -> dict[str, _Place]:
-    """Writes a file's header; gives the place of each tensor."""
-    offsets = _offsets(entries)
-    header = _header(entries, offsets)
-    writer.write(memoryview(header), 0)
-    return {entry.name: _Place(entry, writer, len(header) + offsets[entry.name]) for entry in entries}
-
-
-def _write_values(places: dict[str, _Place], values: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _write_values(places: dict[str, Place], values: Iterable[tuple[str, torch.Tensor]]) -> None:
     known = set(places)
     for name, tensor in values:
         place = places.pop(name, None)
         if place is not None:
-            _check(place.entry, tensor)
-            place.writer.write(as_bytes(tensor.detach().contiguous()), place.offset)
+            place.put(tensor)
         elif name in known:
             raise ValueError(f"{name} comes twice; expected each value once")
         del tensor  # before the source makes the next
@@ -231,49 +155,7 @@ def _write_values(places: dict[str, _Place], values: Iterable[tuple[str, torch.T
         raise ValueError(f"no value for {', '.join(sorted(places))}; expected one for each tensor")
 
 
-def _check(entry: _Entry, tensor: torch.Tensor) -> None:
-    found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    if found != (entry.shape, entry.dtype):
-        raise ValueError(f"{entry.name} is {found}; expected {(entry.shape, entry.dtype)}")
-
-
-class _SyncedWriter:
-    """Writes to an unbuffered file, and keeps little of it in the page cache."""
-
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-        self._pending_bytes = 0
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Writes `view` at byte `offset` of the file."""
-        done = 0
-        while done < view.nbytes:
-            part = view[done : done + _SYNC_BYTES]
-            written = os.pwritev(self._file.fileno(), [part], offset + done)
-            if written == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            done += written
-            self._pending_bytes += written
-            if self._pending_bytes >= _SYNC_BYTES:
-                self.finish()
-
-    def finish(self) -> None:
-        """All that was written is on the device afterwards."""
-        os.fsync(self._file.fileno())  # only clean pages can be dropped
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._pending_bytes = 0
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor's bytes go."""
-
-    entry: _Entry
-    writer: _SyncedWriter
-    offset: int
-
-
-def _write_index(folder: Path, files: Sequence[Path], shards: Sequence[Sequence[_Entry]]) -> Path:
+def _write_index(folder: Path, files: Sequence[Path], shards: Sequence[Sequence[Entry]]) -> Path:
     index = {
         "metadata": {"total_size": sum(entry.size_bytes for shard in shards for entry in shard)},
         "weight_map": {

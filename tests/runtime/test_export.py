@@ -16,7 +16,7 @@ from torch import nn
 
 from stages.artifacts import graph as g
 from stages.artifacts.errors import StorageError
-from stages.runtime import export
+from stages.runtime import export, safetensors_writer
 from stages.runtime.export import export_initial, export_weights
 
 
@@ -233,7 +233,7 @@ def test_a_full_device_is_told_and_the_old_files_stay(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export.os, "pwritev", full)
+    monkeypatch.setattr(safetensors_writer.os, "pwritev", full)
     with pytest.raises(StorageError, match="No space left") as failure:
         export_weights(tmp_path, graph, [(p, t + 1 if t.is_floating_point() else t) for p, t in weights])
     assert failure.value.key == "export"
@@ -245,9 +245,11 @@ def test_short_writes_are_finished(mixed: Mixed, tmp_path: Path, monkeypatch: py
     import os
 
     real = os.pwritev
-    monkeypatch.setattr(
-        export.os, "pwritev", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:3]], offset)
-    )
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real(descriptor, [buffers[0][:3]], offset)
+
+    monkeypatch.setattr(safetensors_writer.os, "pwritev", short)
     graph, weights = graph_of(mixed)
     (file,) = export_weights(tmp_path, graph, weights)
     assert torch.equal(load_file(file)["first.weight"], mixed.first.weight.detach())
@@ -256,7 +258,7 @@ def test_short_writes_are_finished(mixed: Mixed, tmp_path: Path, monkeypatch: py
 def test_a_device_that_takes_nothing_is_an_error_not_a_loop(
     mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export.os, "pwritev", lambda *_: 0)
+    monkeypatch.setattr(safetensors_writer.os, "pwritev", lambda *_: 0)
     graph, weights = graph_of(mixed)
     with pytest.raises(StorageError, match="No space left"):
         export_weights(tmp_path, graph, weights)

@@ -34,7 +34,8 @@ def as_bytes(buffer: Bytes) -> memoryview:
     if size_bytes == 0:
         return memoryview(bytearray())
     span = (ctypes.c_ubyte * size_bytes).from_address(buffer.data_ptr())
-    span.owner = buffer  # the view holds the span, the span the tensor
+    # the view holds the span, the span the tensor
+    span.owner = buffer  # pyright: ignore[reportAttributeAccessIssue]
     return memoryview(span).cast("B")
 
 

@@ -70,7 +70,7 @@ spans = st.tuples(
 
 
 @given(writes=st.lists(spans, min_size=1, max_size=4), read=spans)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_offset_length_and_address_reads_and_writes_exactly(
     writes: list[tuple[int, int, int]], read: tuple[int, int, int]
 ) -> None:
