@@ -100,6 +100,7 @@ def _children(nodes: Sequence[Traced], tree: Tree, blocks: list[Unit]) -> list[U
     What a block computes itself joins the child before it (dropout, residual addition), but from the
     first weight on (a norm) the child after it.
     """
+    readers = _readers(nodes, tree)
     result = list(blocks)
     waiting: list[int] = []
     for index, (block, traced) in enumerate(zip(blocks, nodes, strict=True)):
@@ -116,7 +117,7 @@ def _children(nodes: Sequence[Traced], tree: Tree, blocks: list[Unit]) -> list[U
             waiting = []
             continue
         result[index] = before
-        if waiting or before == block or tree.reads_weight(traced):
+        if waiting or before == block or _innermost(traced) in readers:
             waiting.append(index)
     return result
 
@@ -130,10 +131,11 @@ def _heavy_child(tree: Tree, block: Unit, traced: Traced) -> Unit | None:
 
 
 def _with_stretches(nodes: Sequence[Traced], tree: Tree, blocks: list[Unit]) -> list[Unit]:
-    """Nodes outside blocks: a new unit where another module's weights are read for the first time.
+    """Nodes outside blocks: a new unit where a module that reads weights begins.
 
-    Others go on with the unit before them.
+    What no such module computes goes on with the unit before it.
     """
+    readers = _readers(nodes, tree)
     result: list[Unit] = []
     number = 0
     owner: Unit | None = None
@@ -141,10 +143,18 @@ def _with_stretches(nodes: Sequence[Traced], tree: Tree, blocks: list[Unit]) -> 
     for block, traced in zip(blocks, nodes, strict=True):
         if block[0]:
             current, owner = block, None
-        elif tree.reads_weight(traced):
-            innermost = traced.stack[-1] if traced.stack else ("", 0)
-            if owner != innermost:
+        elif _innermost(traced) in readers and _innermost(traced) != owner:
+            if tree.reads_weight(traced) or traced.stack:
                 number += 1
-                current, owner = ("", number), innermost
+                current, owner = ("", number), _innermost(traced)
         result.append(current)
     return result
+
+
+def _readers(nodes: Sequence[Traced], tree: Tree) -> set[Unit]:
+    """Module calls that read weights themselves, not only through others."""
+    return {_innermost(traced) for traced in nodes if tree.reads_weight(traced)}
+
+
+def _innermost(traced: Traced) -> Unit:
+    return traced.stack[-1] if traced.stack else ("", 0)

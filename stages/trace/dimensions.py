@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from stages.artifacts import graph as g
 
@@ -94,26 +95,53 @@ def _name_symbol(name: str, size: int | torch.SymInt, result: Resolved) -> None:
         result.conflicts |= {name, result.names[expression]}  # the model wants two of them equal
 
 
-def _bound(name: str, interval: object, result: Resolved, planned: int) -> None:
-    """Intersects the interval of one symbol into the bounds of its dimension."""
-    lower, upper = getattr(interval, "lower"), getattr(interval, "upper")  # noqa: B009
-    minimum = 1 if lower <= LEAST_EXAMPLE and name == BATCH or planned == 1 else max(int(lower), 1)
-    maximum = UNBOUNDED if upper is int_oo or upper == int_oo or upper == sympy.oo else int(upper)
-    known = result.symbols.get(name)
-    if known is not None:
-        minimum, maximum = max(minimum, known.minimum), min(maximum, known.maximum)
-    result.symbols[name] = g.Symbol(minimum, maximum, planned)
+def _bound(name: str, interval: ValueRanges[sympy.Expr], result: Resolved, planned: int) -> None:
+    """Intersects the interval of one symbol into the bounds of its dimension.
+
+    The tracer never considers sizes under 2. A batch of one runs on the same operators; a sequence
+    of one takes other branches in libraries.
+    """
+    minimum = 1 if interval.lower <= LEAST_EXAMPLE and (name == BATCH or planned == 1) else int(interval.lower)
+    unbounded = interval.upper in (int_oo, sympy.oo)
+    _narrow(result, name, minimum, UNBOUNDED if unbounded else int(interval.upper), planned)
+
+
+def _narrow(result: Resolved, name: str, minimum: int, maximum: int, planned: int) -> None:
+    known = result.symbols.get(name, g.Symbol(1, UNBOUNDED, planned))
+    result.symbols[name] = g.Symbol(max(minimum, known.minimum), min(maximum, known.maximum), planned)
 
 
 def _apply_guards(result: Resolved, environment: ShapeEnv, planned: dict[str, int]) -> None:
-    """Conditions that the trace relied on and that its bounds do not already imply fix dimensions."""
+    """Conditions that the trace relied on: as bounds where they are, else their dimensions are fixed."""
     canonical = {name: symbol for symbol, name in reversed(result.names.items())}
     same = {symbol: canonical[name] for symbol, name in result.names.items()}
     for guard in environment.guards:
         condition = environment.simplify(guard.expr).xreplace(same)
-        if condition == sympy.true or not condition.free_symbols:
+        free = [symbol for symbol in condition.free_symbols if symbol in result.names]
+        if not free or environment._maybe_evaluate_static(condition) == sympy.true:
             continue
-        known = environment._maybe_evaluate_static(condition)
-        if known is not None and bool(known):
-            continue
-        result.conflicts |= {result.names[symbol] for symbol in condition.free_symbols if symbol in result.names}
+        name = result.names[free[0]]
+        bounds = _bounds(condition, free[0], planned[name]) if len(free) == 1 else None
+        if bounds is None:
+            result.conflicts |= {result.names[symbol] for symbol in free}
+        else:
+            _narrow(result, name, *bounds, planned[name])
+
+
+def _bounds(condition: sympy.Expr, symbol: sympy.Symbol, planned: int) -> tuple[int, int] | None:
+    """The largest interval around `planned` in which a condition linear in one symbol holds."""
+    if not isinstance(condition, sympy.core.relational.Relational) or isinstance(condition, sympy.Eq):
+        return None
+    difference = sympy.expand(condition.lhs - condition.rhs)
+    slope = difference.coeff(symbol, 1)
+    offset = difference - slope * symbol
+    if not slope.is_Integer or not offset.is_Integer or slope == 0:
+        return None
+    border = sympy.Rational(-offset, slope)  # where both sides are equal
+    below, above = (1, int(sympy.ceiling(border)) - 1), (int(sympy.floor(border)) + 1, UNBOUNDED)
+    if isinstance(condition, sympy.Ne):
+        return above if planned > border else below
+    if condition.func not in (sympy.Lt, sympy.Gt):  # the border itself is allowed
+        below, above = (1, int(sympy.floor(border))), (int(sympy.ceiling(border)), UNBOUNDED)
+    grows = condition.func in (sympy.Gt, sympy.Ge)
+    return above if grows == (slope > 0) else below

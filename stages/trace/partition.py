@@ -65,11 +65,15 @@ def _blocked(program: Program) -> set[int]:
 
 
 def _alias_spans(program: Program) -> Iterable[tuple[int, int]]:
-    """First and last node that touch a storage which stays in one region: one that is changed in
-    place, or that of a weight seen through a view, whose bytes may leave between regions."""
+    """Stretches of nodes that stay in one region because of shared storage.
+
+    A tensor that is changed in place: from its making to its last change (what reads it later sees it
+    finished). A view of a weight or of a changing buffer: all its uses, since the bytes may leave, or
+    change, between regions.
+    """
     storage = program.facts.storage
     touched: dict[int, list[int]] = defaultdict(list)
-    changed: set[int] = set()
+    changed: dict[int, int] = {}
     for index, traced in enumerate(program.nodes):
         written = {storage[name] for name in traced.writes}
         # what an in-place operator gives back is its target under another name, which nothing reads
@@ -77,11 +81,14 @@ def _alias_spans(program: Program) -> Iterable[tuple[int, int]]:
         for name in (*own, *node_references(traced.node)):
             if name not in program.stored and storage[name] >= 0:
                 touched[storage[name]].append(index)
-        changed |= written
+        changed.update(dict.fromkeys(written, index))
+    stored = {storage[name] for name in program.stored}
     weights = {storage[name] for name in program.tree.weights}
     for number, indices in touched.items():
-        if number in changed or number in weights:
+        if number in weights or number in changed and number in stored:
             yield min(indices), max(indices)
+        elif number in changed:
+            yield min(indices), changed[number]
 
 
 def _tuple_spans(program: Program) -> Iterable[tuple[int, int]]:

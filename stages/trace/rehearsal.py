@@ -67,6 +67,7 @@ class _Run:
         self._sizes = sizes
         self._tensors: dict[str, object] = {}
         self._storages: dict[int, int] = {}
+        self._weights: list[str] = []
         self._starts: list[int] = []  # autograd's sequence number before each node
         self.facts = Facts()
 
@@ -75,6 +76,8 @@ class _Run:
         stride = [g.evaluate_size(step, self._sizes) for step in spec.stride]
         tensor = torch.empty_strided(shape, stride, dtype=operators.dtype(spec.dtype))
         self._enter(name, tensor.requires_grad_(requires_grad))
+        if requires_grad:
+            self._weights.append(name)
 
     def _enter(self, name: str, tensor: torch.Tensor) -> None:
         self._tensors[name] = tensor
@@ -131,7 +134,8 @@ class _Run:
         root = self._tensors.get(loss or "")
         if not isinstance(root, torch.Tensor) or root.grad_fn is None:
             return
-        leaves = {id(tensor): name for name, tensor in self._tensors.items() if _is_leaf(tensor)}
+        # a node may give a weight itself back (a cast to its own dtype): the weight's name counts
+        leaves = {id(self._tensors[name]): name for name in self._weights}
         pending, seen = [root.grad_fn], {root.grad_fn}
         while pending:
             function = pending.pop()
@@ -145,10 +149,6 @@ class _Run:
                 elif following not in seen:
                     seen.add(following)
                     pending.append(following)
-
-
-def _is_leaf(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is None
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
