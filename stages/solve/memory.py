@@ -57,7 +57,7 @@ class LiveRange:
         self._compute = [item.id for item in phase.instructions if item.lane == "compute"]
         self._rank = {identity: rank for rank, identity in enumerate(self._compute)}
         self._lane = [item.lane for item in phase.instructions]
-        counts = dict.fromkeys(LANES, 0)
+        counts: dict[str, int] = dict.fromkeys(LANES, 0)
         self._lane_rank = []
         for lane in self._lane:
             self._lane_rank.append(counts[lane])

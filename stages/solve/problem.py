@@ -211,9 +211,7 @@ def _regions_with_backward(graph: RegionGraph) -> list[bool]:
     return has_backward
 
 
-def _planned_regions(
-    graph: RegionGraph, costs: Costs, has_backward: list[bool]
-) -> tuple[PlannedRegion, ...]:
+def _planned_regions(graph: RegionGraph, costs: Costs, has_backward: list[bool]) -> tuple[PlannedRegion, ...]:
     by_kind = {cost.kind: cost for cost in costs.regions}
     parameters = {parameter.name: parameter for parameter in graph.parameters}
     regions = []
@@ -271,7 +269,9 @@ def _planned_values(graph: RegionGraph, has_backward: list[bool]) -> dict[str, P
             producer=value.producer,
             consumers=readers,
             backward_consumers=backward,
-            receives_gradient=inner and value.requires_grad and bool(backward) and has_backward[value.producer],
+            receives_gradient=(
+                inner and value.requires_grad and bool(backward) and has_backward[value.producer]
+            ),
             # views of one storage end only together, so that moving one of them frees nothing
             movable=inner and bool(backward) and size_bytes > 0 and shared[value.alias_set] <= 1,
         )

@@ -74,7 +74,7 @@ def simulate(problem: Problem, program: Program, evaluation: Problem | None = No
     clock = 0.0
     events: list[Event] = []
     memory: list[tuple[int, int]] = []
-    moved = dict.fromkeys(("read", "write"), 0)
+    moved: dict[str, int] = {"read": 0, "write": 0}
     for phase in program.phases:
         if phase.name == "evaluate":
             continue
@@ -100,9 +100,7 @@ def transfer_bytes(buffers: Sequence[Buffer], instruction: Instruction) -> int:
     """Bytes on the link: whole aligned blocks."""
     if instruction.lane == "compute":
         return 0
-    return sum(
-        align(buffers[access.buffer].bytes) for access in (*instruction.reads, *instruction.writes)
-    )
+    return sum(align(buffers[access.buffer].bytes) for access in (*instruction.reads, *instruction.writes))
 
 
 def compute_ns(problem: Problem, instruction: Instruction) -> float:
@@ -118,9 +116,7 @@ def compute_ns(problem: Problem, instruction: Instruction) -> float:
 
 def _run_phase(problem: Problem, program: Program, phase: Phase) -> list[tuple[float, float]]:
     """Start and end of every instruction, in nanoseconds from the phase's start."""
-    lanes = {
-        name: _Lane([item for item in phase.instructions if item.lane == name]) for name in LANES
-    }
+    lanes = {name: _Lane([item for item in phase.instructions if item.lane == name]) for name in LANES}
     spans: list[tuple[float, float]] = [(0.0, 0.0)] * len(phase.instructions)
     finished = [False] * len(phase.instructions)
     now, left = 0.0, len(phase.instructions)
@@ -216,8 +212,10 @@ def _describe(problem: Problem, program: Program, peak: Peak, phase: Phase) -> s
         name = _name(problem, program.buffers, instruction)
     parts = [f"{program.arena_bytes} bytes of planned buffers"]
     for buffer in peak.buffers[:3]:
-        parts.append(f"{program.buffers[buffer].role} {program.buffers[buffer].owner} "
-                     f"({program.buffers[buffer].bytes} bytes)")
+        parts.append(
+            f"{program.buffers[buffer].role} {program.buffers[buffer].owner} "
+            f"({program.buffers[buffer].bytes} bytes)"
+        )
     if instruction is not None and instruction.workspace_bytes:
         parts.append(f"{instruction.workspace_bytes} bytes of workspace")
     return f"phase {phase.name}, {name}: " + ", ".join(parts)

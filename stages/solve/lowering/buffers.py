@@ -102,9 +102,7 @@ class BufferTable:
         return [self._optimizer_piece(parameter, piece, span) for piece in parameter.pieces]
 
     def _optimizer_piece(self, parameter: PlannedParameter, piece: Piece, span: Span) -> int:
-        if not self.streams(parameter, piece):
-            span = Span(0, piece.elements)
-        elif piece.elements != parameter.elements:
+        if not self.streams(parameter, piece) or piece.elements != parameter.elements:
             span = Span(0, piece.elements)
         return self._ids[(piece.role, parameter.name, piece.state, span.start)]
 
@@ -125,16 +123,14 @@ class BufferTable:
                     if piece.elements == parameter.elements:
                         spans = spans_of(self._problem, self._placement, parameter)
                 for span in spans:
-                    if streams:
-                        extent = self._extents[(piece.role, parameter.name, piece.state)]
-                        extent += span.start * piece.itemsize
+                    home = self._extents.get((piece.role, parameter.name, piece.state), 0)
                     self._add(
                         piece.role,
                         parameter.name,
                         span.count * piece.itemsize,
                         piece.dtype,
                         planned=True,
-                        extent=extent if streams else None,
+                        extent=home + span.start * piece.itemsize if streams else None,
                         resident=not streams,
                         state=piece.state,
                         start=span.start,

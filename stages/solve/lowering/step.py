@@ -103,9 +103,7 @@ def _schedule_dynamic(
 class StepLowering:
     """Writes the phase down, slot by slot."""
 
-    def __init__(
-        self, problem: Problem, placement: Placement, table: BufferTable, draft: PhaseDraft
-    ) -> None:
+    def __init__(self, problem: Problem, placement: Placement, table: BufferTable, draft: PhaseDraft) -> None:
         self._problem = problem
         self._placement = placement
         self._table = table
@@ -144,9 +142,7 @@ class StepLowering:
     def _vacate(self, slot: int) -> None:
         leaving = self._schedule.late_ends[slot]
         if leaving:
-            self._draft.compute(
-                "free", frees=leaving, after=[self._written[buffer] for buffer in leaving]
-            )
+            self._draft.compute("free", frees=leaving, after=[self._written[buffer] for buffer in leaving])
 
     def _store(self, buffers: list[int]) -> None:
         for buffer in buffers:

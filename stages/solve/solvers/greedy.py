@@ -52,7 +52,7 @@ class Item:
                 changed.weights[region] = False
             case "state", int(group):
                 changed.state[group] = False
-            case ("recompute" | "move"), int(region):
+            case (("recompute" | "move"), int(region)):
                 changed.activations[region] = "keep"
             case "value", str(name):
                 changed.values = changed.values - {name}
@@ -67,7 +67,7 @@ class Item:
                 return choice.weights[region]
             case "state", int(group):
                 return choice.state[group]
-            case ("recompute" | "move"), int(region):
+            case (("recompute" | "move"), int(region)):
                 return choice.activations[region] != "keep"
             case "value", str(name):
                 return name in choice.values
@@ -115,9 +115,13 @@ class Greedy:
         self._prefetches = prefetches
         self._slots = slots
 
-    def run(self) -> Choice | None:
-        """A choice that is estimated to fit, or None."""
-        state = self._state(self._start())
+    def run(self, start: Choice | None = None) -> Choice | None:
+        """A choice that is estimated to fit, or None.
+
+        Args:
+            start: What an earlier run under a higher target gave up; None: nothing yet.
+        """
+        state = self._state(start or self._start())
         heap = [
             (self._negated(self._profit(state, item)), number, item)
             for number, item in enumerate(self._items(state.choice))
@@ -128,7 +132,7 @@ class Greedy:
             if item is None:
                 return self._repair(state)
             state = self._state(item.apply(state.choice))
-        return self._give_back(state).choice
+        return (self._give_back(state) if start is None else state).choice
 
     def _start(self) -> Choice:
         choice = everything_resident(self._estimator.problem)
@@ -157,29 +161,25 @@ class Greedy:
         yield from (Item("slots", slots) for slots in range(1, start.chunk_slots))
 
     def _state(self, choice: Choice) -> State:
-        return State(choice, self._estimator.memory(choice), self._estimator.step_ns(choice))
+        estimate = self._estimator.estimate(choice)
+        return State(choice, estimate.memory, estimate.step_ns)
 
     def _excess(self, memory: Memory, slack: int) -> int:
         """Bytes over the target, summed over positions. `slack`: how much more the worst of the arena
         and the worst of the rest need together than they do at any one position."""
-        target = self._target - slack
-        return sum(
-            max(0, memory.resident + planned + dynamic - target)
-            for planned, dynamic in zip(memory.planned, memory.dynamic, strict=True)
-        )
+        allowed = self._target - slack - memory.resident
+        return sum([here - allowed for here in memory.moment_bytes if here > allowed])
 
     def _profit(self, state: State, item: Item) -> Profit | None:
         if item.is_done(state.choice):
             return None
-        choice = item.apply(state.choice)
-        memory = self._estimator.memory(choice)
-        worst = max(state.memory.at(position) for position in range(self._estimator.positions))
-        slack = state.memory.peak_bytes - worst
-        freed = self._excess(state.memory, slack) - self._excess(memory, slack)
-        freed += state.memory.peak_bytes - memory.peak_bytes
+        trial = self._state(item.apply(state.choice))
+        slack = state.memory.peak_bytes - state.memory.worst_moment_bytes
+        freed = self._excess(state.memory, slack) - self._excess(trial.memory, slack)
+        freed += state.memory.peak_bytes - trial.memory.peak_bytes
         if freed <= 0:
             return Profit(False, -1.0, freed)
-        lost = self._estimator.step_ns(choice) - state.step_ns
+        lost = trial.step_ns - state.step_ns
         return Profit(lost <= 0, freed / lost if lost > 0 else 0.0, freed)
 
     @staticmethod
@@ -188,9 +188,7 @@ class Greedy:
             return (2.0, 0.0, 0.0)
         return (-float(profit.hidden), -profit.ratio, -profit.freed)
 
-    def _pick(
-        self, state: State, heap: list[tuple[tuple[float, float, float], int, Item]]
-    ) -> Item | None:
+    def _pick(self, state: State, heap: list[tuple[tuple[float, float, float], int, Item]]) -> Item | None:
         """The item of best profit. Profits change little from one pick to the next, so only the top
         is looked at again (lazy evaluation)."""
         useless = []
@@ -233,7 +231,8 @@ class Greedy:
 
     def _give_back(self, state: State) -> State:
         """Takes back what was given up early and is no longer needed."""
-        for item in self._items(self._start()):
+        ways = {(item.kind, item.target): item for item in self._items(self._start())}
+        for item in ways.values():
             if item.kind in ("chunk", "slots") or not item.is_done(state.choice):
                 continue
             trial = self._state(item.revert(state.choice))
@@ -249,8 +248,9 @@ def search(task: Task, prefetches: Sequence[int], slots: int) -> Candidate | Non
         A candidate that fits, or None.
     """
     target = task.limit_bytes - task.fixed_bytes
+    choice = None
     for _ in range(8):
-        choice = Greedy(task.estimator, target, prefetches, slots).run()
+        choice = Greedy(task.estimator, target, prefetches, slots).run(choice)
         if choice is None:
             return None
         candidate = realise(task, choice)

@@ -32,7 +32,7 @@ def verify(
     """
     names = [phase.name for phase in plan.phases]
     if names not in (["step"], ["step", "evaluate"], ["step", "update"], ["step", "update", "evaluate"]):
-        raise PlanError(f"phases are {', '.join(names)}; expected step, then update and evaluate where needed")
+        raise PlanError(f"phases are {', '.join(names)}; expected step, then update or evaluate")
     if [buffer.id for buffer in plan.buffers] != list(range(len(plan.buffers))):
         raise PlanError("buffer ids are not their positions in the list")
     aliases = check_homes(plan)

@@ -197,4 +197,3 @@ class _Step:
             self._updates.gradients_sent[name] += 1
         self._done.append(item.region)
         self._updates.backward_done.add(item.region)
-

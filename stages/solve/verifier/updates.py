@@ -46,8 +46,10 @@ class UpdateCheck:
         elements, end = self._facts.elements(item.parameter), item.start + item.count
         whole = item.start == 0 and item.count == elements
         chunk = item.start % _CHUNK_MULTIPLE == 0 and (end == elements or end % _CHUNK_MULTIPLE == 0)
-        if item.count < 1 or end > elements or not (
-            whole or (chunk and self._facts.costs.optimizer.chunkable)
+        if (
+            item.count < 1
+            or end > elements
+            or not (whole or (chunk and self._facts.costs.optimizer.chunkable))
         ):
             raise PlanError(f"{where}: cannot update elements {item.start} to {end} of {elements}")
 

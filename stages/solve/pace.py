@@ -1,0 +1,178 @@
+"""How long a step takes, estimated slot by slot on three lanes.
+
+The updates of a region's weights are one pipelined block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stages.artifacts.costs import LinkCost
+from stages.solve.choice import Choice
+from stages.solve.lowering.windows import Window
+from stages.solve.problem import PlannedParameter, Problem, align
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """Updating the weights of one region: times of each lane, chunks, and bytes of one chunk."""
+
+    read_ns: float
+    compute_ns: float
+    write_ns: float
+    chunks: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Something that comes from disk for each of its windows.
+
+    stores_at: the slot that makes it and sends it there (the first window then needs no fetch); -1
+    when it is there at entry. lag: slots that may pass until it has left.
+    """
+
+    bytes: int
+    count: int
+    stays: tuple[Window, ...]
+    stores_at: int
+    lag: int
+
+
+def transfer_ns(link: LinkCost, size_bytes: int, transfers: int, *, contended: bool) -> float:
+    speed = link.contended_bytes_per_s if contended else link.bytes_per_s
+    return transfers * link.latency_ns + size_bytes * 1e9 / max(1, speed)
+
+
+def update_cost(
+    problem: Problem,
+    updated: Iterable[tuple[PlannedParameter, bool, bool]],
+    chunk_elements: int,
+    gradients: str,
+) -> UpdateCost:
+    """Cost of updating parameters one after another.
+
+    Args:
+        updated: With each, whether its weight and whether its state is streamed.
+    """
+    read = write = compute = 0.0
+    chunks = chunk_bytes = 0
+    for parameter, weight_moves, state_moves in updated:
+        size = parameter.elements
+        length = min(chunk_elements, size) if problem.optimizer.chunkable else size
+        units = -(-size // length)
+        into, out, reads, writes = _per_element(parameter, weight_moves, state_moves, gradients)
+        read += transfer_ns(problem.read, into * size, reads * units, contended=True)
+        write += transfer_ns(problem.write, out * size, writes * units, contended=True)
+        if weight_moves and not parameter.has_master and gradients == "consume":
+            write += transfer_ns(problem.write, parameter.bytes, 1, contended=True)
+        compute += units * problem.optimizer.latency_ns
+        compute += size * 1e9 / max(1, problem.optimizer.elements_per_s)
+        chunks += units if reads or writes else 0
+        chunk_bytes = max(chunk_bytes, align(max(into, out) * length))
+    return UpdateCost(read, compute, write, chunks, chunk_bytes)
+
+
+def _per_element(
+    parameter: PlannedParameter, weight_moves: bool, state_moves: bool, gradients: str
+) -> tuple[int, int, int, int]:
+    """Bytes read and written per element, and transfers each way per chunk."""
+    pieces = [piece for piece in parameter.pieces if piece.elements == parameter.elements]
+    into = out = sum(piece.itemsize for piece in pieces) if state_moves else 0
+    reads = writes = len(pieces) if state_moves else 0
+    if weight_moves and (parameter.has_master or gradients != "consume"):
+        out, writes = out + parameter.itemsize, writes + 1
+        if not parameter.has_master:
+            into, reads = into + parameter.itemsize, reads + 1
+    if gradients == "move":
+        into, reads = into + parameter.itemsize, reads + 1
+    return into, out, reads, writes
+
+
+def step_ns(
+    problem: Problem, choice: Choice, transfers: Iterable[Transfer], updates: dict[int, UpdateCost]
+) -> float:
+    """Runs the lanes slot by slot."""
+    count, slots = len(problem.regions), problem.slots
+    fetches, stores = _queues(problem, choice, transfers)
+    ready, deadline = [0.0] * slots, [0.0] * (slots + 1)
+    compute = read = write = 0.0
+    for slot in range(slots):
+        index = slot if slot < count else slots - 1 - slot
+        compute = max(compute, deadline[slot])
+        for use, duration in fetches[slot]:
+            read = max(read, compute) + duration
+            ready[use] = read
+        compute = max(compute, ready[slot]) + _compute_ns(problem, choice, index, forward=slot < count)
+        for until, duration in stores[slot]:
+            write = max(write, compute) + duration
+            deadline[min(until, slots)] = write
+        if slot >= count and choice.gradients == "consume" and index in updates:
+            compute, read, write = _pipeline(updates[index], choice.chunk_slots, compute, read, write)
+    end = max(compute, read, write)
+    if choice.gradients != "consume":
+        for cost in updates.values():
+            lanes = (cost.read_ns, cost.compute_ns, cost.write_ns)
+            end += max(*lanes, sum(lanes) / choice.chunk_slots)
+    return end
+
+
+def _compute_ns(problem: Problem, choice: Choice, index: int, *, forward: bool) -> int:
+    region = problem.regions[index]
+    if forward:
+        return region.cost.forward_ns
+    if not region.backward:
+        return 0
+    again = region.cost.forward_ns if choice.activations[index] == "recompute" else 0
+    return region.cost.backward_ns + again
+
+
+Queues = list[list[tuple[int, float]]]
+
+
+def _queues(problem: Problem, choice: Choice, transfers: Iterable[Transfer]) -> tuple[Queues, Queues]:
+    """Per slot: fetches (slot of the use, ns) and stores (slot that waits for it, ns)."""
+    fetches: Queues = [[] for _ in range(problem.slots)]
+    stores: Queues = [[] for _ in range(problem.slots)]
+    for item in transfers:
+        made_here = item.stores_at >= 0
+        duration = transfer_ns(problem.read, item.bytes, item.count, contended=False)
+        for stay in item.stays[1:] if made_here else item.stays:
+            fetches[stay.fetch].append((stay.first, duration))
+        if made_here and len(item.stays) > 1:
+            duration = transfer_ns(problem.write, item.bytes, item.count, contended=False)
+            stores[item.stores_at].append((item.stays[0].last + 1 + item.lag, duration))
+    if choice.gradients == "move":
+        _store_gradients(problem, choice, stores)
+    for queue in fetches:
+        queue.sort()
+    return fetches, stores
+
+
+def _store_gradients(problem: Problem, choice: Choice, stores: Queues) -> None:
+    for parameter in problem.updated:
+        slot = problem.backward_slot(parameter.update_region)
+        duration = transfer_ns(problem.write, parameter.bytes, 1, contended=False)
+        stores[slot].append((slot + 1 + choice.prefetch[parameter.update_region], duration))
+
+
+def _pipeline(
+    cost: UpdateCost, slots: int, compute: float, read: float, write: float
+) -> tuple[float, float, float]:
+    """Ends of the lanes after an update of `cost.chunks` chunks, of which `slots` fit at once."""
+    if not cost.chunks:
+        return compute + cost.compute_ns, read, write
+    last_read, last_write = cost.read_ns / cost.chunks, cost.write_ns / cost.chunks
+    last_compute = cost.compute_ns / cost.chunks
+    if slots == 1:
+        start = max(compute, write, read)
+        compute = start + cost.read_ns + cost.compute_ns + cost.write_ns - last_write
+        return compute, compute, compute + last_write
+    whole = (cost.read_ns + cost.compute_ns + cost.write_ns) / slots
+    start = compute
+    # what is fetched ahead of the first update: one chunk less than there are slots
+    read = max(read, start - (slots - 1) * last_read) + cost.read_ns
+    compute = max(start + cost.compute_ns, read + last_compute, start + whole - last_write)
+    write = max(write + cost.write_ns, compute + last_write)
+    return max(compute, write - slots * last_write), max(read, write - slots * last_write), write
