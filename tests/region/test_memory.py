@@ -56,12 +56,11 @@ def test_a_refused_reset_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.reset_peak() is False
 
 
-#: Frees a large block first: by default that teaches glibc to keep blocks of such sizes.
+#: Frees a large block first: by default that teaches glibc to keep blocks of such sizes, up to twice it
 KEPT_AFTER_FREE = (
     "libc.free(block(30 << 20))\n"
-    "blocks = [block(8 << 20) for _ in range(8)]\n"
+    "blocks = [block(8 << 20) for _ in range(6)]\n"
     "full = memory.resident_bytes()\n"
-    "fence = block(1000)\n"
     "for address in blocks: libc.free(address)\n"
     "print(full - memory.resident_bytes())\n"
 )
@@ -69,7 +68,7 @@ KEPT_AFTER_FREE = (
 
 def test_large_blocks_leave_the_process_when_freed() -> None:
     (given_back,) = run("assert memory.give_back_large_blocks(1 << 20)\n" + KEPT_AFTER_FREE)
-    assert given_back > 60 * MIB
+    assert given_back > 40 * MIB
 
 
 def test_without_control_they_stay_which_is_why_it_exists() -> None:
@@ -86,7 +85,7 @@ def test_trim_gives_kept_pages_back() -> None:
     (given_back,) = run(
         "memory.keep_pages(1 << 30)\n" + KEPT_AFTER_FREE.replace("print(", "assert memory.trim()\nprint(")
     )
-    assert given_back > 60 * MIB
+    assert given_back > 40 * MIB
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 33 * MIB])
