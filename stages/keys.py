@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from stages.artifacts.envelope import SCHEMA_VERSION, content_hash
 from stages.artifacts.store import describe_files, hash_files, key_of, machine
 from stages.config import RunConfig
 from stages.process import versions
-from stages.sources import local_sources
+from stages.sources import installed_version, local_sources
 
 #: the folder that holds the package
 _ROOT = Path(stages.__file__).resolve().parent.parent
@@ -29,6 +30,7 @@ def trace_key(config: RunConfig) -> str:
         model["json"] = hash_files(folder.glob("*.json"))
     if config.model.target:
         module = config.model.target.rpartition(".")[0]
+        model["version"] = installed_version(module)
         model["sources"] = hash_files(local_sources(module, [os.getcwd(), *sys.path]))
     return key_of(
         {
@@ -76,9 +78,15 @@ def solve_key(config: RunConfig, graph: Path, costs: Path) -> str:
     )
 
 
+@functools.cache
 def _code(module: str) -> str:
     """A hash of the stage's source and of all of ours that it imports."""
-    return hash_files(local_sources(module, [str(_ROOT)]))
+    return hash_files(code_files(module))
+
+
+def code_files(module: str) -> list[Path]:
+    # the package's public face offers every stage to its callers; no stage depends on it
+    return local_sources(module, [str(_ROOT)], within=_ROOT / "stages", leaves=("stages",))
 
 
 def _common() -> dict[str, Any]:

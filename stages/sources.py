@@ -10,20 +10,26 @@ import ast
 import importlib.machinery
 import sysconfig
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
+#: the standard library and site-packages
+_INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
-def local_sources(module: str, search: list[str]) -> list[Path]:
-    """The files of `module`, its packages, and what they import, without installed packages' others.
 
-    Files of the standard library are left out, and so are those under site-packages, unless `module`
-    itself is installed there: then its own top-level package is followed. A module that is not found
-    gives no file; tracing will say so.
+def local_sources(
+    module: str, search: list[str], within: Path | None = None, leaves: tuple[str, ...] = ()
+) -> list[Path]:
+    """The files of `module`, its packages, and what they import, as far as they are not installed.
+
+    Files of the standard library and under site-packages are left out: they change with a version
+    (`installed_version`). A module that is not found gives no file; tracing will say so.
 
     Args:
         search: Folders as in `sys.path`.
+        within: Take exactly the files under this folder, installed or not.
+        leaves: Modules whose own imports are not followed.
     """
-    top = module.partition(".")[0]
     found: dict[str, list[Path]] = {}
     waiting = [module]
     while waiting:
@@ -32,8 +38,10 @@ def local_sources(module: str, search: list[str]) -> list[Path]:
             continue
         found[name] = []
         for part, file in _files(name, search):
-            if _is_followed(file, part.partition(".")[0] == top):
+            if file.is_relative_to(within) if within else not _is_installed(file):
                 found[name].append(file)
+                if part in leaves:
+                    continue
                 waiting += [other for other in _imports(file, part) if other not in found]
     return sorted({file for files in found.values() for file in files})
 
@@ -52,12 +60,15 @@ def _files(module: str, search: list[str]) -> Iterator[tuple[str, Path]]:
         folders = list(spec.submodule_search_locations or [])
 
 
-def _is_followed(file: Path, of_the_target: bool) -> bool:
-    paths = sysconfig.get_paths()
-    installed = any(file.is_relative_to(paths[name]) for name in ("purelib", "platlib"))
-    if installed:
-        return of_the_target
-    return not any(file.is_relative_to(paths[name]) for name in ("stdlib", "platstdlib"))
+def _is_installed(file: Path) -> bool:
+    in_packages = any(part in ("site-packages", "dist-packages") for part in file.parts)
+    return in_packages or any(file.is_relative_to(folder) for folder in _INSTALLED)
+
+
+def installed_version(module: str) -> str:
+    """Names and versions of the distributions that `module`'s top-level package was installed from."""
+    names = metadata.packages_distributions().get(module.partition(".")[0], [])
+    return ", ".join(sorted(f"{name} {metadata.version(name)}" for name in set(names)))
 
 
 def _imports(file: Path, module: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from stages import keys
 from stages.config import DataConfig, DeviceConfig, ModelConfig, OptimizerConfig, RunConfig, SolverConfig
-from stages.sources import local_sources
+from stages.sources import installed_version, local_sources
 
 
 def config(**changes: object) -> RunConfig:
@@ -47,9 +47,18 @@ def test_sources_are_the_module_its_packages_and_what_they_import_here(project: 
     assert not {"mine", "helper"} & set(sys.modules)
 
 
-def test_an_installed_package_is_not_followed_into_others() -> None:
-    names = {file.parent.name for file in local_sources("msgspec.json", sys.path)}
-    assert names == {"msgspec"}
+def test_an_installed_package_is_known_by_its_version_not_its_files() -> None:
+    assert local_sources("msgspec.json", sys.path) == []
+    assert installed_version("msgspec.json").startswith("msgspec ")
+    assert installed_version("no_such_module_here") == ""
+
+
+def test_a_model_of_a_large_library_has_a_key_without_reading_the_library(project: Path) -> None:
+    reads: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda self: reads.append(self) or b"")
+        local_sources("transformers.models.gpt2", sys.path)
+    assert reads == []
 
 
 def test_a_module_that_is_not_there_has_no_sources() -> None:
@@ -143,13 +152,12 @@ def test_versions_of_libraries_change_every_key(project: Path, monkeypatch: pyte
 @pytest.mark.parametrize("stage", ["stages.trace.stage", "stages.trace.profile.stage", "stages.solve.stage"])
 def test_the_code_of_a_stage_is_its_own_folder_and_what_it_imports(stage: str) -> None:
     root = Path(keys.__file__).parents[1]
-    found = {str(file.relative_to(root)) for file in local_sources(stage, [str(root)])}
+    found = {str(file.relative_to(root)) for file in keys.code_files(stage)}
     assert stage.replace(".", "/") + ".py" in found
     assert {"stages/artifacts/graph.py", "stages/config.py"} <= found
     assert not {"stages/cli.py", "stages/run.py", "stages/runtime/loop.py"} & found
 
 
 def test_the_planner_is_not_run_again_when_tracing_code_changes() -> None:
-    root = Path(keys.__file__).parents[1]
-    folders = {file.parent.name for file in local_sources("stages.solve.stage", [str(root)])}
+    folders = {file.parent.name for file in keys.code_files("stages.solve.stage")}
     assert "trace" not in folders
