@@ -121,7 +121,7 @@ class Estimator:
     # what a choice means
 
     def _details(self, choice: Choice) -> _Details:
-        streamed = [any([choice.weights[region] for region in group.regions]) for group in self.weights]
+        streamed = [any(choice.weights[region] for region in group.regions) for group in self.weights]
         return _Details(
             choice, streamed, {region: self._update(choice, streamed, region) for region in self._updated_in}
         )
