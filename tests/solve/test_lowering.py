@@ -14,7 +14,9 @@ def step(plan: Plan) -> Phase:
 
 def compute(phase: Phase) -> list[str]:
     return [
-        f"{item.operation} {item.parameter or item.region}" for item in phase.instructions if item.lane == "compute"
+        f"{item.operation} {item.parameter or item.region}"
+        for item in phase.instructions
+        if item.lane == "compute"
     ]
 
 
