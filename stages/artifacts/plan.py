@@ -18,6 +18,11 @@ ALIGNMENT = 4096
 
 LANES = ("compute", "read", "write")
 
+#: what a plan takes in the process that carries it out: its records, and a tensor per slot.
+#: Measured on plans of 10^3 to 10^5 instructions, rounded up.
+BYTES_PER_INSTRUCTION = 1200
+BYTES_PER_BUFFER = 2000
+
 #: what an instruction may do, by name
 OPERATIONS = (
     "forward",    # compute: run region forward.  mode: keep | drop
@@ -152,3 +157,8 @@ class Plan(Struct):
     margin_bytes: int
     prediction: Prediction
     solve_ns: int
+
+
+def bookkeeping_bytes(instructions: int, buffers: int) -> int:
+    """Memory of a loaded plan with that many records, which counts in its peak."""
+    return instructions * BYTES_PER_INSTRUCTION + buffers * BYTES_PER_BUFFER

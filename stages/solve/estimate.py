@@ -24,7 +24,8 @@ Change = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: of what is resident in the arena, and, per position, of what moves and what is dynamic."""
+    """Bytes: of what is resident in the arena and of the plan's records, and, per position, of what
+    moves and what is dynamic."""
 
     resident: int
     planned: list[int]
@@ -160,6 +161,7 @@ class Estimator:
         resident += sum(
             group.bytes for streamed, group in zip(choice.state, self.states, strict=True) if not streamed
         )
+        resident += sum(cost.record_bytes for cost in details.updates.values())
         for index, streamed in enumerate(details.streamed):
             if streamed:
                 self._add_weight(planned, index, choice)

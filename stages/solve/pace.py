@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stages.artifacts.costs import LinkCost
+from stages.artifacts.plan import bookkeeping_bytes
 from stages.solve.choice import Choice
 from stages.solve.lowering.windows import Window
 from stages.solve.problem import PlannedParameter, Problem, align
@@ -16,13 +17,15 @@ from stages.solve.problem import PlannedParameter, Problem, align
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Updating the weights of one region: times of each lane, chunks, and bytes of one chunk."""
+    """Updating the weights of one region: times of each lane, chunks, bytes of one chunk, and bytes of
+    the plan's records for it."""
 
     read_ns: float
     compute_ns: float
     write_ns: float
     chunks: int
     chunk_bytes: int
+    record_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def update_cost(
         updated: With each, whether its weight and whether its state is streamed.
     """
     read = write = compute = 0.0
-    chunks = chunk_bytes = 0
+    chunks = chunk_bytes = records = 0
     for parameter, weight_moves, state_moves in updated:
         size = parameter.elements
         length = min(chunk_elements, size) if problem.optimizer.chunkable else size
@@ -71,7 +74,8 @@ def update_cost(
         compute += size * 1e9 / max(1, problem.optimizer.elements_per_s)
         chunks += units if reads or writes else 0
         chunk_bytes = max(chunk_bytes, align(max(into, out) * length))
-    return UpdateCost(read, compute, write, chunks, chunk_bytes)
+        records += units * bookkeeping_bytes(1 + reads + writes, max(reads, writes))
+    return UpdateCost(read, compute, write, chunks, chunk_bytes, records)
 
 
 def _per_element(

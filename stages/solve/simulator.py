@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.artifacts.costs import LinkCost
-from stages.artifacts.plan import LANES, Buffer, Instruction, Phase
+from stages.artifacts.plan import LANES, Buffer, Instruction, Phase, bookkeeping_bytes
 from stages.artifacts.timeline import Event, Timeline
 from stages.solve.lowering.lower import Program
 from stages.solve.memory import Peak, dynamic_peak, stays_of
@@ -183,12 +183,19 @@ def _memory_curve(
         if instruction.workspace_bytes:
             start, end = spans[instruction.id]
             changes += [(start, instruction.workspace_bytes), (end, -instruction.workspace_bytes)]
-    held = problem.baseline_bytes + program.arena_bytes
+    held = fixed_bytes(problem, program)
     curve: list[tuple[int, int]] = []
     for moment, change in sorted(changes):
         held += change
         curve.append((round(start_ns + moment), held))
     return curve
+
+
+def fixed_bytes(problem: Problem, program: Program) -> int:
+    """What is held from the first step to the last: the process, the plan and the arena."""
+    instructions = sum(len(phase.instructions) for phase in program.phases)
+    plan = bookkeeping_bytes(instructions, len(program.buffers))
+    return problem.baseline_bytes + plan + program.arena_bytes
 
 
 def with_overhead(problem: Problem, size_bytes: int) -> int:
@@ -199,7 +206,7 @@ def with_overhead(problem: Problem, size_bytes: int) -> int:
 def _peak(problem: Problem, program: Program, evaluation: Problem | None) -> tuple[int, str]:
     peaks = [(dynamic_peak(phase, program.buffers), phase) for phase in program.phases]
     peak, phase = max(peaks, key=lambda item: item[0].bytes)
-    total = problem.baseline_bytes + program.arena_bytes + with_overhead(problem, peak.bytes)
+    total = fixed_bytes(problem, program) + with_overhead(problem, peak.bytes)
     owner = evaluation if phase.name == "evaluate" and evaluation is not None else problem
     return total, _describe(owner, program, peak, phase)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Instruction, Phase, Placement, Plan, Prediction
@@ -29,11 +30,11 @@ def plan_of(sketch: Sketch, budget_bytes: int, solver: str = "greedy_async", **o
 
 def least_of(sketch: Sketch, solver: str) -> int:
     """The least feasible budget that the solver names."""
-    try:
-        return plan_of(sketch, 1, solver).prediction.least_feasible_bytes
-    except InfeasibleBudgetError as error:
-        assert error.least_feasible_bytes is not None
-        return error.least_feasible_bytes
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        plan_of(sketch, 1, solver)
+    least = refusal.value.least_feasible_bytes
+    assert least is not None
+    return least
 
 
 def lowered(sketch: Sketch, placement: Placement, *, layout: str = "packed", evaluates: bool = False) -> Plan:

@@ -38,7 +38,7 @@ def spans_of(problem: Problem, placement: Placement, parameter: PlannedParameter
 class BufferTable:
     """Gives buffers ids and extents. What depends on lowering's choices is made on first request."""
 
-    def __init__(self, problem: Problem, placement: Placement) -> None:
+    def __init__(self, problem: Problem, placement: Placement, evaluation: Problem | None = None) -> None:
         self._problem = problem
         self._placement = placement
         self.buffers: list[Buffer] = []
@@ -56,7 +56,10 @@ class BufferTable:
             self.weight(parameter)
         self._add_pieces()
         self._add_weight_pieces()
-        for name in problem.persistent:
+        self._persistent = dict(problem.persistent)
+        if evaluation is not None:
+            self._persistent.update(evaluation.persistent)
+        for name in self._persistent:
             self.persistent(name)
 
     # parameters
@@ -151,7 +154,7 @@ class BufferTable:
         return self._add("gradient", parameter.name, parameter.bytes, parameter.dtype, extent=extent)
 
     def persistent(self, name: str) -> int:
-        buffer = self._problem.persistent[name]
+        buffer = self._persistent[name]
         return self._add("persistent", name, buffer.bytes, buffer.dtype, resident=True)
 
     # activations

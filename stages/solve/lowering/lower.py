@@ -39,9 +39,9 @@ def lower(
     Raises:
         ArtifactError: The placement does not fit the problem.
     """
-    _check(problem, placement)
+    _check(problem, placement, evaluation)
     deferred = placement.gradients != "consume"
-    table = BufferTable(problem, placement)
+    table = BufferTable(problem, placement, evaluation)
     between = ["step"] + (["evaluate"] if evaluation is not None else [])
     step = _new_draft("step", problem, table)
     StepLowering(problem, placement, table, step).run()
@@ -95,7 +95,7 @@ def _lower_update(problem: Problem, placement: Placement, table: BufferTable) ->
     return draft
 
 
-def _check(problem: Problem, placement: Placement) -> None:
+def _check(problem: Problem, placement: Placement, evaluation: Problem | None) -> None:
     regions = len(problem.regions)
     if len(placement.regions) != regions or len(placement.prefetch) != regions:
         raise ArtifactError(
@@ -108,4 +108,11 @@ def _check(problem: Problem, placement: Placement) -> None:
             raise ArtifactError(
                 f"region {region.name} is a checkpoint block; found activations={choice.activations}, "
                 f"expected recompute"
+            )
+    for parameter in evaluation.parameters.values() if evaluation is not None else ():
+        trained = problem.parameters.get(parameter.name)
+        if parameter.uses and (trained is None or not trained.uses or trained.bytes != parameter.bytes):
+            raise ArtifactError(
+                f"the evaluation graph reads {parameter.name}, which the training graph reads not at all or in "
+                f"another size. Trace both again from one model"
             )

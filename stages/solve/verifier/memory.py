@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stages.artifacts.costs import Costs
-from stages.artifacts.plan import ALIGNMENT, Phase, Plan
+from stages.artifacts.plan import ALIGNMENT, Phase, Plan, bookkeeping_bytes
 from stages.solve.errors import PlanError
 from stages.solve.verifier.order import Order
 
@@ -88,10 +88,11 @@ def check_budgets(plan: Plan, orders: list[Order], costs: Costs, disk_budget_byt
         raise PlanError("the plan's baseline or margin is not that of its costs")
     if max(costs.stage_peak_bytes.values(), default=0) > plan.budget_bytes:
         raise PlanError("a stage before training needs more than the budget")
+    records = bookkeeping_bytes(sum(len(phase.instructions) for phase in plan.phases), len(plan.buffers))
     for order in orders:
         dynamic, instruction = _worst_moment(plan, order)
         overhead = -(-dynamic * costs.allocator_overhead_ppm // 10**6)
-        peak = plan.baseline_bytes + plan.arena_bytes + dynamic + overhead
+        peak = plan.baseline_bytes + records + plan.arena_bytes + dynamic + overhead
         if peak > min(allowed, plan.prediction.peak_bytes):
             raise PlanError(
                 f"{order.name(instruction)}: {peak} bytes may be held; the budget less the margin is "
