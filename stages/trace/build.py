@@ -60,6 +60,10 @@ def copied(model: nn.Module) -> Built:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copy = deepcopy(model)
+    for part in copy.modules():
+        settings = getattr(part, "config", None)
+        if getattr(settings, "use_cache", False):
+            settings.use_cache = False  # generation caches would only add outputs that training does not use
     return Built(copy, mode, _dtypes(copy))
 
 

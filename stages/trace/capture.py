@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from stages.artifacts.errors import StageError, TraceError
-from stages.trace import checkpoints, dimensions, gradients
+from stages.trace import checkpoints, dimensions, gradients, libraries
 from stages.trace.build import Built
 from stages.trace.dimensions import Dimensions, Resolved
 from stages.trace.places import error_place
@@ -61,13 +61,20 @@ def _export(built: Built, batch: Batch, dims: Dimensions, only_loss: bool) -> Ca
     specification = tuple(
         {position: Dim.AUTO for position, name in enumerate(names) if name is not None} for names in dims.names
     )
-    with gradients.refused(built.model), checkpoints.marked(), _quiet(), _reported(built.model):
+    with _intercepted(built.model), _reported(built.model):
         program = torch.export.export(
             flat, tuple(examples), dynamic_shapes={"tensors": specification}, strict=False
         )
     resolved = dimensions.resolve(dims, _input_shapes(program), _environment(program))
     names = [_input_name(path) for path, _ in tensors_in(batch)]
     return Captured(program, resolved, names, flat.found.output_paths, flat.found.loss)
+
+
+@contextmanager
+def _intercepted(model: torch.nn.Module) -> Iterator[None]:
+    """Everything that a plain export would lose, decide differently or warn about."""
+    with gradients.refused(model), checkpoints.marked(), libraries.as_in_training(), _quiet():
+        yield
 
 
 def _input_name(path: Path) -> str:

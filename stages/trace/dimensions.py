@@ -41,7 +41,7 @@ class Dimensions:
 
 
 def dimensions_of(tensors: Sequence[torch.Tensor], dynamic: bool) -> Dimensions:
-    """The first dimension is the batch's; the second of token-like (integer) inputs is the sequence's.
+    """The first dimension is the batch's; with token-like (integer) inputs, the second is the sequence's.
 
     A tensor whose size differs from that of the first such tensor keeps the dimension static.
     """
@@ -51,11 +51,16 @@ def dimensions_of(tensors: Sequence[torch.Tensor], dynamic: bool) -> Dimensions:
         for tensor, dims in zip(tensors, names, strict=True):
             if tensor.dim() and planned.setdefault(BATCH, tensor.shape[0]) == tensor.shape[0]:
                 dims[0] = BATCH
+        length = next((tensor.shape[1] for tensor in tensors if _is_token_like(tensor)), None)
         for tensor, dims in zip(tensors, names, strict=True):
-            token_like = tensor.dim() >= 2 and not tensor.is_floating_point() and not tensor.is_complex()
-            if token_like and planned.setdefault(SEQUENCE, tensor.shape[1]) == tensor.shape[1]:
+            if length is not None and tensor.dim() >= 2 and tensor.shape[1] == length:
+                planned[SEQUENCE] = length
                 dims[1] = SEQUENCE
     return Dimensions(tuple(map(tuple, names)), planned)
+
+
+def _is_token_like(tensor: torch.Tensor) -> bool:
+    return tensor.dim() >= 2 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 @dataclass
@@ -114,7 +119,11 @@ def _narrow(result: Resolved, name: str, minimum: int, maximum: int, planned: in
 def _apply_guards(result: Resolved, environment: ShapeEnv, planned: dict[str, int]) -> None:
     """Conditions that the trace relied on: as bounds where they are, else their dimensions are fixed."""
     canonical = {name: symbol for symbol, name in reversed(result.names.items())}
-    same = {symbol: canonical[name] for symbol, name in result.names.items()}
+    same: dict[sympy.Symbol, sympy.Expr] = {
+        # what is already known to be fixed holds at its planned size
+        symbol: sympy.Integer(planned[name]) if name in result.conflicts else canonical[name]
+        for symbol, name in result.names.items()
+    }
     for guard in environment.guards:
         condition = environment.simplify(guard.expr).xreplace(same)
         free = [symbol for symbol in condition.free_symbols if symbol in result.names]

@@ -1,0 +1,88 @@
+"""Makes a library take the branches while it is traced that it takes in ordinary training.
+
+transformers asks whether it is being exported, and then builds attention masks that eager training
+skips: other kernels would run, other numbers come out in 16 bits, and grouped queries would be
+copied. What holds for every batch of these shapes is answered here as eager would.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def as_in_training() -> Iterator[None]:
+    """While inside, transformers decides about attention masks as it does outside of tracing.
+
+    Masks and position ids that come in with the batch are still handled as in a trace, since their
+    values may differ from batch to batch.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    with ExitStack() as stack:
+        if masking is not None and hasattr(masking, "is_torchdynamo_exporting"):
+            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", lambda: False))
+        if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
+            found = _find_packed(masking.find_packed_sequence_indices)
+            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", found))
+        yield
+
+
+def _find_packed(original: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Eager training looks whether position ids restart (several sequences packed in one row)."""
+
+    def find(position_ids: torch.Tensor) -> Any:
+        known = value_from_shapes(position_ids)
+        if known is not None:
+            with _disable_current_modes():
+                if bool((known[:, 1:] - known[:, :-1] == 1).all()):
+                    return None
+        return original(position_ids)
+
+    return find
+
+
+def value_from_shapes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a traced tensor at the example sizes, if it follows from shapes alone; else None."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    if slot is None:
+        return None
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            value = _evaluate(slot.proxy.node, {})
+    except _DependsOnDataError:
+        return None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+class _DependsOnDataError(Exception):
+    """A value that the batch or a weight goes into."""
+
+
+def _evaluate(node: Node, known: dict[Node, Any]) -> Any:
+    if node in known:
+        return known[node]
+    size = node.meta.get("val")
+    if isinstance(size, torch.SymInt):
+        value: Any = int(size.node.hint)
+    elif node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        raise _DependsOnDataError
+    elif torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable:
+        raise _DependsOnDataError
+    else:
+        args = torch.fx.node.map_arg(node.args, lambda inner: _evaluate(inner, known))
+        kwargs = torch.fx.node.map_arg(node.kwargs, lambda inner: _evaluate(inner, known))
+        value = node.target(*args, **kwargs)
+    known[node] = value
+    return value
