@@ -192,9 +192,11 @@ class TiersConfig:
 class TraceConfig:
     granularity: str = "block"  # block | fine
     dynamic: bool = True
+    mode: str = "train"  # train | eval: which behaviour of dropout, batch norm, ... is traced
 
     def __post_init__(self) -> None:
         _require_one_of("trace.granularity", self.granularity, ("block", "fine"))
+        _require_one_of("trace.mode", self.mode, ("train", "eval"))
 
 
 @dataclass

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import stages
 from stages.artifacts.envelope import SCHEMA_VERSION, content_hash
 from stages.artifacts.store import describe_files, hash_files, key_of, machine
 from stages.config import RunConfig
-from stages.process import versions
+from stages.process import EVALUATION, versions
 from stages.sources import installed_version, local_sources
 
 #: the folder that holds the package
@@ -62,13 +63,16 @@ def profile_key(config: RunConfig, graph: Path) -> str:
     )
 
 
-def solve_key(config: RunConfig, graph: Path, costs: Path) -> str:
-    """Graph, costs, budgets and solver."""
+def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
+    """Graphs and costs, budgets and solver."""
     tiers = config.tiers
     return key_of(
         {
-            "graph": content_hash(graph),
-            "costs": content_hash(costs),
+            "inputs": {
+                kind: content_hash(path)
+                for kind, path in artifacts.items()
+                if kind.removeprefix(EVALUATION) in ("graph", "costs")
+            },
             "budgets": [config.budget_bytes, tiers.host_budget, tiers.disk_budget],
             "solver": dataclasses.asdict(config.solver),
             "precision": config.precision,

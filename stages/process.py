@@ -24,9 +24,10 @@ from typing import TypeVar
 import msgspec
 
 from stages.artifacts import envelope
+from stages.artifacts.costs import Costs
 from stages.artifacts.envelope import Provenance
 from stages.artifacts.errors import ArtifactError, StageError
-from stages.artifacts.graph import Struct
+from stages.artifacts.graph import RegionGraph, Struct
 from stages.config import RunConfig, load_composed
 
 #: stage -> module
@@ -44,6 +45,9 @@ ENVIRONMENT = {
     # a fork of a process that has used a tokenizer would otherwise print a warning
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+#: prefix of the artifacts of the model in evaluation mode
+EVALUATION = "evaluation_"
 
 REFUSED = 2
 _GRACE_S = 5.0
@@ -164,6 +168,13 @@ class Order:
 
     def load(self, record: type[Artifact]) -> Artifact:
         return self.load_with_provenance(record)[0]
+
+    def load_evaluation(self) -> tuple[RegionGraph, Costs] | None:
+        """Graph and costs of the model in evaluation mode, where the run evaluates."""
+        paths = [self.inputs.get(EVALUATION + kind) for kind in ("graph", "costs")]
+        if paths[0] is None or paths[1] is None:
+            return None
+        return envelope.load(paths[0], RegionGraph), envelope.load(paths[1], Costs)
 
     def load_with_provenance(self, record: type[Artifact]) -> tuple[Artifact, Provenance]:
         """Reads the input of type `record`.

@@ -10,6 +10,7 @@ run says so. This process holds neither Hydra nor torch while the stages work.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 import time
@@ -19,8 +20,9 @@ from pathlib import Path
 from stages import keys
 from stages.artifacts.errors import ArtifactError, StageError
 from stages.artifacts.store import Store
-from stages.config import RunConfig, format_size, load_composed
+from stages.config import RunConfig, format_size, load_composed, save_composed
 from stages.process import (
+    EVALUATION,
     MODULES,
     REFUSED,
     describe_end,
@@ -66,10 +68,34 @@ class Pipeline:
         for stage in STAGES[: STAGES.index(wanted[-1]) + 1]:
             if stage in PRODUCTS:
                 self._provide(stage, stage in wanted)
+                if self.config.eval.every and stage in ("trace", "profile"):
+                    self._evaluation().provide_for_evaluation(stage, stage in wanted, self.artifacts)
             elif stage in wanted:
                 self._start(stage, self.artifacts, {})
         if only == "runtime":
             self._start("report", self.artifacts, {})
+
+    def _evaluation(self) -> Pipeline:
+        """The same job with the model in evaluation mode, in a folder of its own."""
+        folder = self.run_folder / "evaluation"
+        trace = dataclasses.replace(self.config.trace, mode="eval")
+        # no evaluations of the evaluation
+        never = dataclasses.replace(self.config.eval, every=0)
+        config = dataclasses.replace(self.config, trace=trace, eval=never)
+        composed = folder / "composed.json"
+        save_composed(config, composed)
+        found = {
+            kind.removeprefix(EVALUATION): path
+            for kind, path in self.artifacts.items()
+            if kind.startswith(EVALUATION)
+        }
+        return Pipeline(config, composed, folder, self.store, found)
+
+    def provide_for_evaluation(self, stage: str, may_run: bool, artifacts: dict[str, Path]) -> None:
+        """As `_provide`; adds what it made to the training job's `artifacts`."""
+        say(f"{stage}: in evaluation mode")
+        self._provide(stage, may_run)
+        artifacts |= {EVALUATION + kind: path for kind, path in self.artifacts.items()}
 
     def _provide(self, stage: str, may_run: bool) -> None:
         """Finds the artifacts of `stage` in the store, or makes them, and copies them to the run folder."""
@@ -101,7 +127,7 @@ class Pipeline:
             return keys.trace_key(self.config)
         if stage == "profile":
             return keys.profile_key(self.config, self.artifacts["graph"])
-        return keys.solve_key(self.config, self.artifacts["graph"], self.artifacts["costs"])
+        return keys.solve_key(self.config, self.artifacts)
 
     def _start(self, stage: str, inputs: dict[str, Path], outputs: dict[str, Path], key: str = "") -> None:
         say(f"{stage}: started")

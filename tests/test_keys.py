@@ -132,15 +132,17 @@ def test_a_plan_depends_on_budget_solver_graph_and_costs(project: Path) -> None:
     graph, costs = project / "graph.json", project / "costs.json"
     graph.write_text("a")
     costs.write_text("a")
-    found = {keys.solve_key(config(), graph, costs)}
-    found.add(keys.solve_key(config(budget="2GB"), graph, costs))
-    found.add(keys.solve_key(config(solver=SolverConfig(name="layerwise")), graph, costs))
+    found = {keys.solve_key(config(), {"graph": graph, "costs": costs})}
+    found.add(keys.solve_key(config(budget="2GB"), {"graph": graph, "costs": costs}))
+    found.add(keys.solve_key(config(solver=SolverConfig(name="layerwise")), {"graph": graph, "costs": costs}))
     costs.write_text("b")
-    found.add(keys.solve_key(config(), graph, costs))
+    found.add(keys.solve_key(config(), {"graph": graph, "costs": costs}))
     graph.write_text("b")
-    found.add(keys.solve_key(config(), graph, costs))
+    found.add(keys.solve_key(config(), {"graph": graph, "costs": costs}))
     assert len(found) == 5
-    assert keys.solve_key(config(budget="1000MB"), graph, costs) == keys.solve_key(config(), graph, costs)
+    assert keys.solve_key(config(budget="1000MB"), {"graph": graph, "costs": costs}) == keys.solve_key(
+        config(), {"graph": graph, "costs": costs}
+    )
 
 
 def test_versions_of_libraries_change_every_key(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

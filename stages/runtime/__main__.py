@@ -18,7 +18,8 @@ def work(order: Order) -> None:
 
     graph, costs = order.load(RegionGraph), order.load(Costs)
     plan, solve_provenance = order.load_with_provenance(Plan)
-    summary, measured = run(order.config, graph, costs, plan)
+    evaluation = order.load_evaluation()
+    summary, measured = run(order.config, graph, costs, plan, evaluation and evaluation[0])
     timelines = [*measured]
     if "predicted" in order.inputs:
         timelines.insert(0, envelope.load(order.inputs["predicted"], Timeline))

@@ -31,8 +31,17 @@ from stages.runtime.tiers.disk import DiskFile
 LARGE_BLOCK_BYTES = 1 << 20
 
 
-def run(config: RunConfig, graph: g.RegionGraph, costs: Costs, plan: Plan) -> tuple[Summary, list[Timeline]]:
+def run(
+    config: RunConfig,
+    graph: g.RegionGraph,
+    costs: Costs,
+    plan: Plan,
+    evaluation: g.RegionGraph | None = None,
+) -> tuple[Summary, list[Timeline]]:
     """Trains `config.steps` steps.
+
+    Args:
+        evaluation: The model in evaluation mode, where `config.eval.every` asks for it.
 
     Raises:
         StorageError: A tier is short or broken.
@@ -41,13 +50,14 @@ def run(config: RunConfig, graph: g.RegionGraph, costs: Costs, plan: Plan) -> tu
     memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
     torch.set_num_threads(costs.threads)
     batches = open_batches(config, graph)
-    with open_engine(config, graph, plan) as engine:
+    evaluated = None if evaluation is None else open_batches(config, evaluation, config.eval.path or None)
+    with open_engine(config, graph, plan, evaluation) as engine:
         started = time.monotonic()
         engine.load(iterate_initial(graph, config.seed))
         print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
         if config.export.initial:
             export_initial(Path(config.export.initial), graph, config.seed)
-        loop = TrainingLoop(engine, batches, config)
+        loop = TrainingLoop(engine, batches, config, evaluated)
         loop.run()
         if config.export.final:
             export_weights(Path(config.export.final), graph, engine.weights())

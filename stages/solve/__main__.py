@@ -10,7 +10,8 @@ from stages.process import Order, stage_main
 def work(order: Order) -> None:
     from stages.solve.stage import run  # not while composing
 
-    plan, predicted = run(order.config, order.load(RegionGraph), order.load(Costs))
+    graph, costs = order.load(RegionGraph), order.load(Costs)
+    plan, predicted = run(order.config, graph, costs, evaluation=order.load_evaluation())
     order.save(predicted)
     order.save(plan)
 

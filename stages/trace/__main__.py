@@ -8,7 +8,7 @@ from stages.process import Order, stage_main
 def work(order: Order) -> None:
     from stages.trace.stage import run  # torch: not while composing
 
-    order.save(run(order.config))
+    order.save(run(order.config, order.config.trace.mode))
 
 
 if __name__ == "__main__":
