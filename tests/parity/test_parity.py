@@ -35,10 +35,11 @@ def _cases() -> Iterator[tuple[str, str, Variant]]:
                 yield model.name, precision, variant
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _two_threads() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread: tensors here are too small for two to do anything but wait for one another."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(getattr(request, "param", 1))
     yield
     torch.set_num_threads(before)
 
@@ -76,7 +77,7 @@ def assert_equal(found: reference.Result, expected: reference.Result) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "variant"), _cases(), ids=lambda part: getattr(part, "name", part)
+    ("name", "precision", "variant"), list(_cases()), ids=lambda part: getattr(part, "name", part)
 )
 def test_bitwise_equal_to_the_plain_loop(name: str, precision: str, variant: Variant, tmp_path: Path) -> None:
     model = BY_NAME[name]
@@ -97,6 +98,16 @@ def test_the_norm_is_that_of_whole_gradients(name: str, tmp_path: Path) -> None:
 def test_gradients_that_a_trace_would_lose_are_refused_with_file_and_line(model: SmallModel) -> None:
     with pytest.raises(TraceError, match=r"models_for_tests\.py:\d+"):
         harness.traced(model, "fp32", 2)
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_two_threads(tmp_path: Path) -> None:
+    model = BY_NAME["gpt2"]
+    batches = _batches(model)
+    found = harness.train(model, "fp32", batches, VARIANTS[1], steps=3, disk=tmp_path)
+    optimizer = reference.adamw(lr=harness.LEARNING_RATE)
+    expected = reference.train(model.build, batches, optimizer=optimizer, steps=3, seed=harness.SEED)
+    assert_equal(found, expected)
 
 
 def test_a_batch_planned_at_size_one(tmp_path: Path) -> None:
