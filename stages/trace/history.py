@@ -52,11 +52,14 @@ class History(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags and any(map(_is_fake, args)):
             return self._ask(func, args, kwargs)
+        source = self.name(args[1]) if func is torch.ops.aten.set_.source_Tensor else ""
         result = func(*args, **kwargs)
+        if source:  # from here on the tensor is a view of the other's storage
+            name = self._new(result)
+            self._append([name], "aten.detach.default", [g.Ref(source)], {}, False, [result])
+            return result
         tensors = [item for item in _leaves(result) if isinstance(item, torch.Tensor)]
-        if tensors and not _gives_known(tensors, self._names, func):
-            self._record(func, args, kwargs, tensors)
-        elif tensors and _writes(func):
+        if tensors and (_writes(func) or any(id(tensor) not in self._names for tensor in tensors)):
             self._record(func, args, kwargs, tensors)
         return result
 
@@ -92,7 +95,7 @@ class History(TorchDispatchMode):
         if not any(isinstance(item, torch.Tensor) for item in _leaves([args, kwargs])):
             _pin_dtype(func, named, tensors[0])
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if random and op.split(".")[1] in _DRAWS_BY_VALUE:
+        if random and op.removeprefix("aten.").partition(".")[0] in _DRAWS_BY_VALUE:
             trouble = f"{op} draws by value"
         results = [self._names.get(id(tensor)) or self._new(tensor) for tensor in tensors]
         if trouble:
@@ -109,7 +112,7 @@ class History(TorchDispatchMode):
         self.ops.append(g.InitialOp(results, op, args, kwargs, random, dtypes, shapes))
 
     def _new(self, tensor: torch.Tensor) -> str:
-        name = f"t{len(self._names)}"
+        name = f"t{len(self._alive)}"
         self._names[id(tensor)] = name
         self._alive.append(tensor)
         self._by_storage.setdefault(tensor.untyped_storage()._cdata, name)
@@ -182,10 +185,6 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(list(value.values()))
     else:
         yield value
-
-
-def _gives_known(tensors: list[torch.Tensor], names: dict[int, str], func: Any) -> bool:
-    return all(id(tensor) in names for tensor in tensors)
 
 
 def _writes(func: Any) -> bool:

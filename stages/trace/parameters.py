@@ -150,7 +150,7 @@ def _check_replayable(tape: Tape, name: str, target: str, trouble: dict[str, str
             if result in trouble:
                 raise TraceError(f"the initial value of {name} cannot be made again: {trouble[result]}", found=name)
     made = [tape.ops[index].op for index, values in history.items() if values]
-    if made and all(op.split(".")[1] in _UNINITIALISED for op in made):
+    if made and all(op.removeprefix("aten.").partition(".")[0] in _UNINITIALISED for op in made):
         raise TraceError(
             f"{name} is never initialised: its constructor leaves it with whatever memory held. Expected an "
             f"initial value; fill it in the constructor",
