@@ -8,7 +8,7 @@ with stages.offload(model, {"input_ids": ids, "labels": ids}, "2GB", lr=1e-4) as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -20,8 +20,9 @@ from torch import nn
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import Costs
-from stages.artifacts.errors import DataError
+from stages.artifacts.errors import ConfigError, StageError
 from stages.artifacts.plan import Plan
+from stages.batch_structure import Batch, BatchStructure, arguments
 from stages.config import (
     DataConfig,
     DeviceConfig,
@@ -49,6 +50,8 @@ class Prepared:
     graph: g.RegionGraph
     costs: Costs
     evaluation: tuple[g.RegionGraph, Costs] | None
+    #: what batches must look like, in training and in evaluation
+    structure: BatchStructure
 
     def plan(self, budget: str | int) -> Plan:
         """The verified plan inside `budget`.
@@ -70,17 +73,17 @@ class Session:
 
     def __init__(self, model: nn.Module, prepared: Prepared, plan: Plan) -> None:
         self.plan = plan
-        self._graph = prepared.graph
+        self._structure = prepared.structure
         self._learning_rate = prepared.config.optimizer.lr
+        self._evaluates = prepared.evaluation is not None
         evaluation = None if prepared.evaluation is None else prepared.evaluation[0]
         with ExitStack() as stack:
-            self._engine: Engine = stack.enter_context(
-                open_engine(prepared.config, prepared.graph, plan, evaluation)
-            )
-            self._engine.load(_live_values(model, prepared.graph))
+            engine = stack.enter_context(open_engine(prepared.config, prepared.graph, plan, evaluation))
+            engine.load(_live_values(model, prepared.graph))
+            self._engine: Engine | None = engine
             self._resources = stack.pop_all()
 
-    def step(self, batch: Mapping[str, Any] | Sequence[Any], *, lr: float | None = None) -> float:
+    def step(self, batch: Batch, *, lr: float | None = None) -> float:
         """Forward, backward and update on one batch; the loss.
 
         Args:
@@ -93,33 +96,50 @@ class Session:
         """
         return self.step_in_full(batch, lr=lr).loss
 
-    def step_in_full(
-        self, batch: Mapping[str, Any] | Sequence[Any], *, lr: float | None = None
-    ) -> StepResult:
+    def step_in_full(self, batch: Batch, *, lr: float | None = None) -> StepResult:
         """As `step`, with gradient norm, skip and timeline."""
         rate = self._learning_rate if lr is None else lr
-        return self._engine.step(_flattened(self._graph, batch), rate)
+        return self._open_engine().step(self._structure.tensors(batch), rate)
 
-    def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> float:
+    def evaluate(self, batch: Batch) -> float:
         """The loss in evaluation mode, without gradients.
 
         Raises:
             ConfigError: The session was made without `evaluate=True`.
         """
-        return self._engine.evaluate(_flattened(self._graph, batch))
+        if not self._evaluates:
+            raise ConfigError(
+                "this session was not made for evaluation; make it with evaluate=True", key="evaluate"
+            )
+        return self._open_engine().evaluate(self._structure.tensors(batch))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers now, under all their names; tied names share one tensor."""
+        """Weights and buffers now, as the model's own state dict has them.
+
+        Tied names share one tensor; buffers that are not persistent are left out.
+        """
         return {
             name: tensor
-            for parameter, held in self._engine.weights()
+            for parameter, held in self._open_engine().weights()
+            if parameter.persistent
             for tensor in [held.clone()]
             for name in parameter.names
         }
 
     def close(self) -> None:
-        """Ends the session. Safe to call twice."""
+        """Ends the session and gives its memory and disk back. Safe to call twice."""
         self._resources.close()
+        # what held the session's tensors is garbage only once nothing refers to the engine
+        self._engine = None
+        memory.trim()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise StageError(
+                "the session is closed and its training state is gone; expected an open one. "
+                "Take state_dict() before close()"
+            )
+        return self._engine
 
     def __enter__(self) -> Session:
         return self
@@ -132,7 +152,7 @@ class Session:
 
 def prepare(
     model: nn.Module,
-    batch: Mapping[str, Any] | Sequence[Any],
+    batch: Batch,
     *,
     precision: str = "fp32",
     optimizer: str = "adamw",
@@ -173,7 +193,7 @@ def prepare(
         runtime=RuntimeConfig(lane=lane),
         precision=precision,
     )
-    args, kwargs = _arguments(batch)
+    args, kwargs = arguments(batch)
     modes = ("train", "eval") if evaluate else ("train",)
     graphs = [
         trace.trace_module(
@@ -183,12 +203,11 @@ def prepare(
     ]
     measured = [_in_this_process(profile.run(config, graph)) for graph in graphs]
     evaluation = (graphs[1], measured[1]) if evaluate else None
-    return Prepared(config, graphs[0], measured[0], evaluation)
+    structure = BatchStructure(model, batch, graphs[0])
+    return Prepared(config, graphs[0], measured[0], evaluation, structure)
 
 
-def offload(
-    model: nn.Module, batch: Mapping[str, Any] | Sequence[Any], budget: str | int, **settings: Any
-) -> Session:
+def offload(model: nn.Module, batch: Batch, budget: str | int, **settings: Any) -> Session:
     """Plans `model` inside `budget` and opens a session that trains it.
 
     Args:
@@ -221,32 +240,3 @@ def _live_values(model: nn.Module, graph: g.RegionGraph) -> Iterator[tuple[str, 
     for parameter in graph.parameters:
         tensor = decode_literal(parameter) if parameter.literal is not None else held[parameter.name]
         yield parameter.name, tensor.detach()
-
-
-def _arguments(batch: Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-
-
-def _flattened(graph: g.RegionGraph, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The batch's tensors by graph input, found by their paths."""
-    args, kwargs = _arguments(batch)
-    roots: dict[str | int, Any] = {"args": args, "kwargs": kwargs}
-    return {spec.name: _find(roots, spec) for spec in graph.inputs}
-
-
-def _find(roots: Mapping[str | int, Any], spec: g.InputSpec) -> torch.Tensor:
-    found: Any = roots
-    for key in spec.path:
-        try:
-            found = found[key] if isinstance(found, Mapping | Sequence) else getattr(found, str(key))
-        except (KeyError, IndexError, AttributeError) as error:
-            path = ".".join(str(part) for part in spec.path)
-            raise DataError(
-                f"the batch has nothing at {path}; the planned one had a tensor there. "
-                f"Give batches of one structure",
-                found="nothing",
-                expected=path,
-            ) from error
-    if not isinstance(found, torch.Tensor):
-        raise DataError(f"the batch has a {type(found).__name__} at {spec.path}; expected a tensor")
-    return found

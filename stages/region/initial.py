@@ -61,6 +61,15 @@ def _check_complete(graph: g.RegionGraph, replayed: dict[str, str]) -> None:
             raise ArtifactError(f"{parameter.name} has no initial value in the record. Trace the model again")
 
 
+def literal_constants(graph: g.RegionGraph) -> dict[str, torch.Tensor]:
+    """The constants whose values the graph itself holds, by name."""
+    return {
+        parameter.name: decode_literal(parameter)
+        for parameter in graph.parameters
+        if parameter.literal is not None
+    }
+
+
 def decode_literal(parameter: g.Parameter) -> torch.Tensor:
     """The value of a constant that the artifact holds.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +34,19 @@ class Compute:
         graph: Training or evaluation graph.
         state: Weights and buffers, shared by both graphs.
         kernel: The optimizer's update.
+        constants: Tensors of this graph alone. The evaluation graph numbers its constants anew, so
+            that a name may stand for another value in the training graph.
     """
 
-    def __init__(self, graph: g.RegionGraph, state: TrainingState, kernel: UpdateKernel) -> None:
+    def __init__(
+        self,
+        graph: g.RegionGraph,
+        state: TrainingState,
+        kernel: UpdateKernel,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self._graph = graph
+        self._constants = dict(constants or {})
         self._state = state
         self._kernel = kernel
         device = torch.device("cpu")
@@ -80,6 +90,10 @@ class Compute:
             case other:
                 raise ValueError(f"the compute lane cannot {other}")
 
+    @property
+    def graph(self) -> g.RegionGraph:
+        return self._graph
+
     def region_index(self, name: str) -> int:
         return self._region_index[name]
 
@@ -87,6 +101,8 @@ class Compute:
 
     def lookup(self, name: str) -> torch.Tensor:
         """The present tensor of a weight, buffer or value."""
+        if name in self._constants:
+            return self._constants[name]
         if name in self._state.weights:
             return self._state.weights[name]
         if name in self._state.persistent:

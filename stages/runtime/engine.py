@@ -14,6 +14,7 @@ from stages.artifacts.plan import Buffer, Instruction, Phase, Plan
 from stages.artifacts.timeline import Event
 from stages.optim.kernel import UpdateKernel
 from stages.optim.scaler import LossScaler
+from stages.region.initial import literal_constants
 from stages.runtime import sizes, transfers
 from stages.runtime.compute import Compute, StepSettings, gradients_completed_by
 from stages.runtime.lanes.lane_set import LaneSet, Timing
@@ -70,8 +71,11 @@ class Engine:
         self._disk = disk
         self._transfers = None if disk is None else transfers.Transfers(self._state, disk)
         self._training = Compute(graph, self._state, kernel)
-        self._evaluation = None if evaluation is None else Compute(evaluation, self._state, kernel)
-        self._evaluation_graph = evaluation
+        self._evaluation = (
+            None
+            if evaluation is None
+            else Compute(evaluation, self._state, kernel, literal_constants(evaluation))
+        )
         self._phases = {phase.name: phase for phase in plan.phases}
         self._completed = {
             name: gradients_completed_by(phase, self._state.buffers) for name, phase in self._phases.items()
@@ -137,12 +141,12 @@ class Engine:
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         """The loss in evaluation mode, without gradients; training state stays as it is."""
-        if self._evaluation is None or self._evaluation_graph is None:
+        if self._evaluation is None:
             raise ConfigError(
                 "this plan has no evaluation phase; plan with eval.every above 0 to evaluate",
                 key="eval.every",
             )
-        bound = sizes.bind(self._evaluation_graph, batch)
+        bound = sizes.bind(self._evaluation.graph, batch)
         self._evaluation.begin(dict(batch), bound, StepSettings(learning_rate=0.0))
         self._run("evaluate", self._evaluation)
         loss = self._evaluation.step.loss
@@ -168,13 +172,13 @@ class Engine:
 
         started = time.perf_counter_ns()
         timings = self._lanes.run(phase.instructions, perform, free)
-        return [self._event(phase, timing, started) for timing in timings]
+        return [self._event(phase, compute.graph, timing, started) for timing in timings]
 
-    def _event(self, phase: Phase, timing: Timing, started: int) -> Event:
+    def _event(self, phase: Phase, graph: g.RegionGraph, timing: Timing, started: int) -> Event:
         instruction = phase.instructions[timing.instruction]
         return Event(
             lane=timing.lane,
-            name=describe(instruction, self.graph, self._state.buffers),
+            name=describe(instruction, graph, self._state.buffers),
             start_ns=timing.start_ns - started,
             end_ns=timing.end_ns - started,
             bytes=self._moved.get(timing.instruction, 0),

@@ -1,0 +1,117 @@
+"""Small models through the public API, held against the plain loop.
+
+Region costs are measured; links and the optimizer are those of a made-up machine, so that preparing
+takes no seconds and plans do not depend on what else this machine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stages import api
+from stages.api import Prepared, Session
+from stages.artifacts.errors import InfeasibleBudgetError
+from stages.artifacts.plan import Plan
+from stages.solve.least_budget import most_frugal, solution
+from stages.solve.solvers import SOLVERS
+from stages.solve.solvers.task import Solution, Task, realise
+from tests import reference
+from tests.parity.harness import costs_of
+
+SEED = 3
+LEARNING_RATE = 1e-2
+STEPS = 20
+AMPLE = "8GB"
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model that the reference starts from."""
+    torch.manual_seed(SEED)
+    return build()
+
+
+def prepared(model: nn.Module, batch: Any, **settings: Any) -> Prepared:
+    """As `stages.api.prepare`, on the made-up machine."""
+    with mock.patch.object(api.profile, "run", lambda config, graph: costs_of(graph, config)):
+        return api.prepare(model, batch, **{"lr": LEARNING_RATE, **settings})
+
+
+def least_budget(prepared: Prepared) -> int:
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        prepared.plan(1)
+    assert refusal.value.least_feasible_bytes is not None
+    return refusal.value.least_feasible_bytes
+
+
+def frugal(prepared: Prepared) -> Plan:
+    """The plan at the least budget: all weights and optimizer state come from disk at each use."""
+    plan = prepared.plan(least_budget(prepared))
+    assert all(region.weights == "streamed" for region in plan.placement.regions)
+    return plan
+
+
+def forced(prepared: Prepared, activations: str, **changes: Any) -> Plan:
+    """A plan that streams everything and does the same with the activations of every region."""
+
+    def solve(task: Task) -> Solution:
+        choice = most_frugal(task.estimator)
+        made = [activations if region.backward else "keep" for region in task.problem.regions]
+        candidate = realise(task, replace(choice, activations=made, values=frozenset(), **changes))
+        return solution(task, "resident", candidate, candidate)
+
+    with mock.patch.dict(SOLVERS, {prepared.config.solver.name: solve}):
+        plan = prepared.plan(AMPLE)
+    assert {region.activations for region in plan.placement.regions} >= {activations}
+    return plan
+
+
+def train(session: Session, batches: Sequence[Any], steps: int = STEPS) -> reference.Result:
+    """As `tests.reference.train`, by steps of `session`."""
+    result = reference.Result(losses=[], final={}, masters={}, rng_states=[])
+    torch.manual_seed(SEED)
+    for step in range(1, steps + 1):
+        done = session.step_in_full(batches[(step - 1) % len(batches)])
+        result.losses.append(done.loss)
+        result.norms.append(done.grad_norm)
+        result.rng_states.append(torch.get_rng_state())
+        if done.skipped:
+            result.skipped_steps.append(step)
+    result.final = session.state_dict()
+    return result
+
+
+def train_plainly(
+    build: Callable[[], nn.Module], batches: Sequence[Any], steps: int = STEPS, precision: str = "fp32"
+) -> reference.Result:
+    return reference.train(
+        build,
+        batches,
+        precision=precision,
+        optimizer=reference.adamw(lr=LEARNING_RATE),
+        steps=steps,
+        seed=SEED,
+    )
+
+
+def assert_same(found: reference.Result, expected: reference.Result) -> None:
+    """Losses, skips, generator states and final tensors, bitwise."""
+    assert found.losses == expected.losses
+    assert found.skipped_steps == expected.skipped_steps
+    for step, states in enumerate(zip(found.rng_states, expected.rng_states, strict=True), start=1):
+        assert torch.equal(*states), f"the generator differs after step {step}"
+    assert_same_tensors(found.final, expected.final)
+
+
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        different = int((found[name] != tensor).sum())
+        assert torch.equal(found[name], tensor), f"{different} of {tensor.numel()} differ in {name}"
