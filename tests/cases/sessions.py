@@ -6,8 +6,11 @@ takes no seconds and plans do not depend on what else this machine does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,10 +22,13 @@ from stages import api
 from stages.api import Prepared, Session
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Plan
+from stages.config import RuntimeConfig, TiersConfig
+from stages.runtime.compute import Compute
 from stages.solve.least_budget import most_frugal, solution
 from stages.solve.solvers import SOLVERS
 from stages.solve.solvers.task import Solution, Task, realise
 from tests import reference
+from tests.models_for_tests import BY_NAME
 from tests.parity.harness import costs_of
 
 SEED = 3
@@ -43,6 +49,25 @@ def prepared(model: nn.Module, batch: Any, **settings: Any) -> Prepared:
         return api.prepare(model, batch, **{"lr": LEARNING_RATE, **settings})
 
 
+def placed(prepared: Prepared, disk: Path, lane: str = "cpu") -> Prepared:
+    """The same model with its disk tier in `disk`."""
+    config = replace(
+        prepared.config, tiers=TiersConfig(disk=str(disk)), runtime=RuntimeConfig(lane=lane)
+    )
+    return replace(prepared, config=config)
+
+
+def prepared_small(name: str, disk: Path, lane: str = "cpu", **settings: Any) -> Prepared:
+    """A model of `tests.models_for_tests` on its usual batch, traced once for all tests."""
+    return placed(_prepared_once(name, tuple(sorted(settings.items()))), disk, lane)
+
+
+@cache
+def _prepared_once(name: str, settings: tuple[tuple[str, Any], ...]) -> Prepared:
+    model = BY_NAME[name]
+    return prepared(seeded(model.build), model.batches(1)[0], **dict(settings))
+
+
 def least_budget(prepared: Prepared) -> int:
     with pytest.raises(InfeasibleBudgetError) as refusal:
         prepared.plan(1)
@@ -53,8 +78,13 @@ def least_budget(prepared: Prepared) -> int:
 def frugal(prepared: Prepared) -> Plan:
     """The plan at the least budget: all weights and optimizer state come from disk at each use."""
     plan = prepared.plan(least_budget(prepared))
-    assert all(region.weights == "streamed" for region in plan.placement.regions)
+    assert_streamed(plan)
     return plan
+
+
+def assert_streamed(plan: Plan) -> None:
+    held = {buffer.owner for buffer in plan.buffers if buffer.role in ("weight", "state") and buffer.resident}
+    assert not held, f"{sorted(held)} never leave memory"
 
 
 def forced(prepared: Prepared, activations: str, **changes: Any) -> Plan:
@@ -70,6 +100,25 @@ def forced(prepared: Prepared, activations: str, **changes: Any) -> Plan:
         plan = prepared.plan(AMPLE)
     assert {region.activations for region in plan.placement.regions} >= {activations}
     return plan
+
+
+@contextmanager
+def gradients_seen() -> Iterator[list[dict[str, Tensor]]]:
+    """Each parameter's complete gradient, one dict per step, as backward left it."""
+    steps: list[dict[str, Tensor]] = []
+    begin, check = Compute.begin, Compute._check
+
+    def spied_begin(self: Compute, *args: Any) -> None:
+        steps.append({})
+        begin(self, *args)
+
+    def spied_check(self: Compute, name: str) -> None:
+        check(self, name)
+        if name in self.step.gradients:
+            steps[-1][name] = self.step.gradients[name].clone()
+
+    with mock.patch.object(Compute, "begin", spied_begin), mock.patch.object(Compute, "_check", spied_check):
+        yield steps
 
 
 def train(session: Session, batches: Sequence[Any], steps: int = STEPS) -> reference.Result:
@@ -90,6 +139,7 @@ def train(session: Session, batches: Sequence[Any], steps: int = STEPS) -> refer
 def train_plainly(
     build: Callable[[], nn.Module], batches: Sequence[Any], steps: int = STEPS, precision: str = "fp32"
 ) -> reference.Result:
+    """The plain loop, with the gradients of each step."""
     return reference.train(
         build,
         batches,
@@ -97,6 +147,7 @@ def train_plainly(
         optimizer=reference.adamw(lr=LEARNING_RATE),
         steps=steps,
         seed=SEED,
+        keep_gradients=True,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stages.api import Session
 from stages.artifacts.errors import ConfigError
 from tests import reference
-from tests.cases.sessions import LEARNING_RATE, SEED, assert_same_tensors, frugal, prepared, seeded, train
+from tests.cases.sessions import LEARNING_RATE, SEED, assert_same_tensors, frugal, prepared_small, seeded, train
 from tests.models_for_tests import BY_NAME
 
 #: one with dropout and a tied weight; one with running statistics that evaluation reads
@@ -48,7 +48,7 @@ def test_training_goes_on_as_if_nothing_had_been_evaluated(name: str, lane: str,
     batches = model.batches(2 * TRAIN_STEPS)
     built = seeded(model.build)
     hooks = hooks_of(built)
-    before = prepared(built, batches[0], evaluate=True, lane=lane, disk=str(tmp_path))
+    before = prepared_small(name, tmp_path, lane, evaluate=True)
     with Session(built, before, frugal(before)) as session:
         torch.manual_seed(SEED)
         losses = [session.step(batch) for batch in batches[:TRAIN_STEPS]]
@@ -70,7 +70,7 @@ def test_evaluations_change_nothing_in_16_bit(precision: str, tmp_path: Path) ->
     model = BY_NAME["gpt2"]
     batches = model.batches(6)
     built = seeded(model.build)
-    before = prepared(built, batches[0], evaluate=True, precision=precision, disk=str(tmp_path))
+    before = prepared_small("gpt2", tmp_path, evaluate=True, precision=precision)
     with Session(built, before, frugal(before)) as session:
         with_none = train(session, batches, steps=6)
     with Session(built, before, frugal(before)) as session:
@@ -87,7 +87,7 @@ def test_evaluations_change_nothing_in_16_bit(precision: str, tmp_path: Path) ->
 def test_a_session_without_evaluation_says_how_to_get_it(tmp_path: Path) -> None:
     model = BY_NAME["mlp"]
     built, batch = seeded(model.build), model.batches(1)[0]
-    before = prepared(built, batch, disk=str(tmp_path))
+    before = prepared_small("mlp", tmp_path)
     with Session(built, before, frugal(before)) as session, pytest.raises(ConfigError, match="evaluate=True"):
         session.evaluate(batch)
 
