@@ -8,41 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from operator import add
 
+from stages.artifacts.plan import bookkeeping_bytes
 from stages.solve.choice import Choice, StateGroup, WeightGroup, state_groups, weight_groups
 from stages.solve.lowering.step import value_uses
 from stages.solve.lowering.windows import Window, windows
+from stages.solve.moments import Memory, Positions
 from stages.solve.pace import Transfer, UpdateCost, step_ns, update_cost
 from stages.solve.problem import PlannedParameter, PlannedRegion, Problem
 
 #: (position, bytes that begin or, negative, end there)
 Change = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes: of what is resident in the arena and of the plan's records, and, per position, of what
-    moves and what is dynamic."""
-
-    resident: int
-    planned: list[int]
-    dynamic: list[int]
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        return self.resident + max(self.planned) + max(self.dynamic)
-
-    @cached_property
-    def moment_bytes(self) -> list[int]:
-        """Planned and dynamic bytes at each position, without what is resident."""
-        return list(map(add, self.planned, self.dynamic))
-
-    @cached_property
-    def worst_moment_bytes(self) -> int:
-        return self.resident + max(self.moment_bytes)
 
 
 @dataclass(frozen=True)
@@ -60,16 +38,14 @@ class _Details:
     updates: dict[int, UpdateCost]  # per region
 
 
-class Estimator:
-    """Positions: forward of each region, then backward and update of each in reverse, then the
-    update phase."""
+class Estimator(Positions):
+    """Estimates choices for one problem; what does not depend on the choice is computed once."""
 
     def __init__(self, problem: Problem) -> None:
+        super().__init__(len(problem.regions))
         self.problem = problem
         self.weights: tuple[WeightGroup, ...] = weight_groups(problem)
         self.states: tuple[StateGroup, ...] = state_groups(problem)
-        self.count = len(problem.regions)
-        self.positions = 3 * self.count + 1
         self._value_slots = {
             value.name: value_uses(problem, value) for value in problem.values.values() if value.producer >= 0
         }
@@ -88,6 +64,9 @@ class Estimator:
         }
         self._new_gradients = [0] * self.count
         self._base = self._change_of_fixed()
+        # what the plan records beside updates: two fetches of each weight, a few instructions a region
+        weights, values = len(problem.parameters), len(problem.values)
+        self._records = bookkeeping_bytes(2 * weights + 5 * self.count, 3 * weights + 2 * values)
         self._cache: dict[tuple[object, ...], object] = {}
 
     def estimate(self, choice: Choice) -> Estimate:
@@ -96,18 +75,6 @@ class Estimator:
 
     def memory(self, choice: Choice) -> Memory:
         return self._memory(self._details(choice))
-
-    # positions
-
-    def begins(self, slot: int) -> int:
-        return slot if slot < self.count else self.count + 2 * (slot - self.count)
-
-    def ends(self, slot: int) -> int:
-        """The last position of a slot: its update."""
-        return min(slot if slot < self.count else self.begins(slot) + 1, self.positions - 2)
-
-    def region_of(self, slot: int) -> int:
-        return slot if slot < self.count else 2 * self.count - 1 - slot
 
     def _windows(self, key: tuple[object, ...], uses: list[int], choice: Choice, lag: int) -> list[Window]:
         leads = tuple([choice.prefetch[self.region_of(use)] for use in uses])
@@ -161,7 +128,7 @@ class Estimator:
         resident += sum(
             group.bytes for streamed, group in zip(choice.state, self.states, strict=True) if not streamed
         )
-        resident += sum(cost.record_bytes for cost in details.updates.values())
+        resident += self._records + sum(cost.record_bytes for cost in details.updates.values())
         for index, streamed in enumerate(details.streamed):
             if streamed:
                 self._add_weight(planned, index, choice)

@@ -10,7 +10,7 @@ from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Plan, Prediction
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig, parse_size
-from stages.solve.problem import build_problem
+from stages.solve.build import build_problem
 from stages.solve.solvers import SOLVERS
 from stages.solve.solvers.task import Solution, Task, margin_of
 from stages.solve.verifier import verify

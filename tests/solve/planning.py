@@ -8,8 +8,8 @@ import pytest
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Instruction, Phase, Placement, Plan, Prediction
 from stages.config import RunConfig, SolverConfig
+from stages.solve.build import build_problem
 from stages.solve.lowering.lower import lower
-from stages.solve.problem import build_problem
 from stages.solve.simulator import simulate
 from stages.solve.stage import run
 from stages.solve.verifier import verify

@@ -7,9 +7,9 @@ import pytest
 
 from stages.artifacts.costs import LinkCost
 from stages.artifacts.plan import bookkeeping_bytes
+from stages.solve.build import build_problem
 from stages.solve.estimate import Estimator
 from stages.solve.lowering.lower import lower
-from stages.solve.problem import build_problem
 from stages.solve.simulator import fixed_bytes, simulate
 from stages.solve.solvers.task import Task, budget_for, margin_of, realise
 from tests.solve.synthetic import MEGA, Sketch, chain, placement

@@ -113,6 +113,6 @@ def _check(problem: Problem, placement: Placement, evaluation: Problem | None) -
         trained = problem.parameters.get(parameter.name)
         if parameter.uses and (trained is None or not trained.uses or trained.bytes != parameter.bytes):
             raise ArtifactError(
-                f"the evaluation graph reads {parameter.name}, which the training graph reads not at all or in "
-                f"another size. Trace both again from one model"
+                f"the evaluation graph reads {parameter.name}, which the training graph does not read, "
+                f"or in another size. Trace both again from one model"
             )

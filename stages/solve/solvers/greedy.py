@@ -247,7 +247,8 @@ def search(task: Task, prefetches: Sequence[int], slots: int) -> Candidate | Non
     Returns:
         A candidate that fits, or None.
     """
-    target = task.limit_bytes - task.fixed_bytes
+    # packing wastes about this much
+    target = task.limit_bytes - task.fixed_bytes - task.limit_bytes // 1000
     choice = None
     for _ in range(8):
         choice = Greedy(task.estimator, target, prefetches, slots).run(choice)
