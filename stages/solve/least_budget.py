@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.solve.choice import Choice, chunk_sizes, everything_resident
 from stages.solve.estimate import Estimator
@@ -70,7 +72,24 @@ def least_feasible_bytes(task: Task, frugal: Candidate) -> int:
     return max(budget_for(frugal.simulation.peak_bytes), task.problem.stage_peak_bytes)
 
 
-def solution(task: Task, solver: str, chosen: Candidate, frugal: Candidate) -> Solution:
+def settle(task: Task, solver: str, found: Iterable[Candidate | None], frugal: Candidate) -> Solution:
+    """The fastest of `found` and `frugal` that keeps every budget.
+
+    Raises:
+        InfeasibleBudgetError: None fits the disk.
+    """
+    candidates = [candidate for candidate in (*found, frugal) if candidate is not None]
+    fitting = [candidate for candidate in candidates if candidate.fits(task)]
+    if not fitting:
+        needed = min(candidate.program.disk_bytes for candidate in candidates)
+        raise InfeasibleBudgetError(
+            f"solver {solver} needs {needed} bytes on disk under a budget of {task.budget_bytes} bytes; "
+            f"tiers.disk_budget allows {task.disk_budget_bytes}. Raise either of them",
+            key="tiers.disk_budget",
+            found=str(task.disk_budget_bytes),
+            expected=f"at least {needed} bytes",
+        )
+    chosen = min(fitting, key=lambda candidate: candidate.simulation.step_ns)
     return Solution(solver, chosen.program, chosen.simulation, least_feasible_bytes(task, frugal))
 
 
@@ -91,15 +110,6 @@ def require_budget(task: Task, solver: str, frugal: Candidate) -> None:
             found=str(task.budget_bytes),
             expected=f"at least {least} bytes",
             least_feasible_bytes=least,
-        )
-    disk = task.disk_budget_bytes
-    if disk is not None and frugal.program.disk_bytes > disk and not frugal.fits(task):
-        raise InfeasibleBudgetError(
-            f"solver {solver} needs {frugal.program.disk_bytes} bytes on disk under a budget of "
-            f"{task.budget_bytes} bytes; tiers.disk_budget allows {disk}. Raise either of them",
-            key="tiers.disk_budget",
-            found=str(disk),
-            expected=f"at least {frugal.program.disk_bytes} bytes",
         )
 
 

@@ -125,6 +125,17 @@ def test_disk_budget_is_kept_or_refused() -> None:
     assert refusal.value.key == "tiers.disk_budget"
 
 
+def test_a_small_disk_is_enough_where_memory_is_not_short() -> None:
+    from stages.config import TiersConfig
+    from stages.solve.stage import run
+    from tests.solve.planning import config
+
+    settings_ = config(ROOMY)
+    settings_.tiers = TiersConfig(disk_budget="1MB")
+    sketch = chain(6)
+    assert run(settings_, sketch.graph(), sketch.costs())[0].disk_bytes <= MEGA
+
+
 def test_margin_is_at_least_eight_megabytes_and_one_percent() -> None:
     assert plan_of(chain(2), 500 * MEGA).margin_bytes == 8 * MEGA
     assert plan_of(chain(2), 5000 * MEGA).margin_bytes == 50 * MEGA

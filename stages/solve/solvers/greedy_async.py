@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.solve.least_budget import most_frugal, require_budget, solution
+from stages.solve.least_budget import most_frugal, require_budget, settle
 from stages.solve.solvers.greedy import search
 from stages.solve.solvers.task import Solution, Task, realise
 
@@ -15,8 +15,6 @@ def solve(task: Task) -> Solution:
     """
     frugal = realise(task, most_frugal(task.estimator))
     require_budget(task, "greedy_async", frugal)
-    # near the least budget nothing may be ahead: the synchronous search looks there
-    found = [search(task, prefetches=(1, 2, 3), slots=3), search(task, prefetches=(0,), slots=1), frugal]
-    fitting = [candidate for candidate in found if candidate is not None and candidate.fits(task)]
-    chosen = min(fitting, key=lambda candidate: candidate.simulation.step_ns)
-    return solution(task, "greedy_async", chosen, frugal)
+    # near the least budget nothing fits that is ahead: the synchronous search looks there
+    found = [search(task, prefetches=(1, 2, 3), slots=3), search(task, prefetches=(0,), slots=1)]
+    return settle(task, "greedy_async", found, frugal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.solve.least_budget import most_frugal, require_budget, solution
+from stages.solve.least_budget import most_frugal, require_budget, settle
 from stages.solve.solvers.greedy import search
 from stages.solve.solvers.task import Solution, Task, realise
 
@@ -15,5 +15,4 @@ def solve(task: Task) -> Solution:
     """
     frugal = realise(task, most_frugal(task.estimator))
     require_budget(task, "greedy_sync", frugal)
-    found = search(task, prefetches=(0,), slots=1)
-    return solution(task, "greedy_sync", found or frugal, frugal)
+    return settle(task, "greedy_sync", [search(task, prefetches=(0,), slots=1)], frugal)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stages.solve.choice import Choice, everything_resident
-from stages.solve.least_budget import last_backward, most_frugal, require_budget, solution, with_frugal_chunks
+from stages.solve.least_budget import last_backward, most_frugal, require_budget, settle, with_frugal_chunks
 from stages.solve.solvers.task import Solution, Task, realise
 
 
@@ -27,8 +27,8 @@ def solve(task: Task) -> Solution:
         if task.estimator.memory(choice).peak_bytes + task.fixed_bytes <= 1.02 * task.limit_bytes:
             candidate = realise(task, choice)
             if candidate.fits(task):
-                return solution(task, "layerwise", candidate, frugal)
-    return solution(task, "layerwise", frugal, frugal)
+                return settle(task, "layerwise", [candidate], frugal)
+    return settle(task, "layerwise", [], frugal)
 
 
 def _ladder(task: Task, frugal: Choice) -> Iterator[Choice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stages.solve.choice import everything_resident
-from stages.solve.least_budget import require_budget, solution, with_frugal_chunks
+from stages.solve.least_budget import require_budget, settle, with_frugal_chunks
 from stages.solve.solvers.task import Solution, Task, realise
 
 
@@ -15,4 +15,4 @@ def solve(task: Task) -> Solution:
     """
     candidate = realise(task, with_frugal_chunks(task.estimator, everything_resident(task.problem)))
     require_budget(task, "resident", candidate)
-    return solution(task, "resident", candidate, candidate)
+    return settle(task, "resident", [], candidate)
