@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.artifacts.graph import Struct
+from stages.artifacts.graph import Integer, Struct
 
 
 class RegionCost(Struct):
@@ -12,38 +12,38 @@ class RegionCost(Struct):
     weights are always counted elsewhere, and whatever else a field names.
     """
 
-    kind: int
-    forward_ns: int
-    backward_ns: int  # activations at hand
+    kind: Integer
+    forward_ns: Integer
+    backward_ns: Integer  # activations at hand
     #: held from forward to backward when activations are kept, beyond inputs and weights
     #: (deduplicated by storage; an output that autograd saves counts here too)
-    saved_bytes: int
+    saved_bytes: Integer
     #: sizes of those storages in the order in which they were first saved; sums to saved_bytes
-    saved_storages: list[int]
+    saved_storages: list[Integer]
     #: peak during a forward that keeps activations, beyond inputs and weights: outputs and
     #: saved tensors are included
-    forward_peak_bytes: int
+    forward_peak_bytes: Integer
     #: the same for a forward that drops activations: outputs are included
-    dropped_forward_peak_bytes: int
+    dropped_forward_peak_bytes: Integer
     #: peak during backward, beyond inputs, weights, gradients of outputs and the `saved_bytes`
     #: at hand when it starts: gradients of weights and of inputs are included
-    backward_peak_bytes: int
+    backward_peak_bytes: Integer
 
 
 class LinkCost(Struct):
     """One direction of a link. Bandwidths are in bytes per second."""
 
     name: str  # "disk_read", "disk_write"
-    latency_ns: int
-    bytes_per_s: int
-    contended_bytes_per_s: int  # while the other direction runs too
+    latency_ns: Integer
+    bytes_per_s: Integer
+    contended_bytes_per_s: Integer  # while the other direction runs too
 
 
 class StateSpec(Struct):
     """One state tensor that the optimizer keeps of a parameter."""
 
     name: str  # "exp_avg", "exp_avg_sq", "momentum_buffer", ...
-    elements: int
+    elements: Integer
     dtype: str
 
 
@@ -53,24 +53,24 @@ class OptimizerCost(Struct):
     implementation: str  # "fused_adamw", "torch.optim.Adafactor", ...
     #: elementwise: may be updated in pieces (multiples of 1024 elements); else whole parameters
     chunkable: bool
-    elements_per_s: int
-    latency_ns: int
+    elements_per_s: Integer
+    latency_ns: Integer
     states: dict[str, list[StateSpec]]  # parameter with requires_grad -> its states
     #: peak memory of an update beyond weight, master, gradient and state, per element updated
-    workspace_bytes_per_element: int = 0
+    workspace_bytes_per_element: Integer = 0
 
 
 class Costs(Struct):
     device: str  # "cpu"
-    threads: int
+    threads: Integer
     source: str  # "measured" | "roofline"
     #: resident memory of a training process with all libraries, thread stacks and kernel caches,
     #: but no tensor
-    baseline_bytes: int
+    baseline_bytes: Integer
     #: largest peak of the processes before training ("trace", "profile"): no budget may be under it
-    stage_peak_bytes: dict[str, int]
+    stage_peak_bytes: dict[str, Integer]
     regions: list[RegionCost]
     links: list[LinkCost]
     optimizer: OptimizerCost
     #: extra memory that the allocator holds per live byte, in parts per million
-    allocator_overhead_ppm: int = 0
+    allocator_overhead_ppm: Integer = 0

@@ -8,7 +8,13 @@ in an artifact is code.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+#: no size, offset or count of ours is larger; a crafted one would only fail later and less clearly
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of every record in an artifact."""
@@ -23,7 +29,7 @@ class Expr(Struct, tag="expr", tag_field="is"):
 
 
 #: A size: an integer, the name of a symbol ("s0"), or an expression over them.
-Size = int | str | Expr
+Size = Integer | str | Expr
 
 
 class Ref(Struct, tag="ref", tag_field="is"):
@@ -62,7 +68,9 @@ class Special(Struct, tag="float", tag_field="is"):
     name: str
 
 
-Scalar = None | bool | int | float | str | Ref | SizeArg | Dtype | Device | Layout | MemoryFormat | Special
+Scalar = (
+    None | bool | Integer | float | str | Ref | SizeArg | Dtype | Device | Layout | MemoryFormat | Special
+)
 
 #: An argument of an operator: a scalar, or lists of them to depth two (msgspec wants it spelt out).
 Arg = Scalar | list[Scalar | list[Scalar]]
@@ -88,7 +96,7 @@ class Node(Struct):
     random: bool = False  # draws from the default generator
     module: str = ""  # "transformer.h.0.attn"
     location: str = ""  # "modeling_gpt2.py:123"
-    checkpoint: list[int] = []  # ids of the user's checkpoint blocks around it, outermost first
+    checkpoint: list[Integer] = []  # ids of the user's checkpoint blocks around it, outermost first
 
 
 class TensorSpec(Struct):
@@ -102,9 +110,9 @@ class TensorSpec(Struct):
 class Symbol(Struct):
     """A dynamic dimension: the bounds that the trace found and the size that is planned."""
 
-    minimum: int
-    maximum: int
-    planned: int
+    minimum: Integer
+    maximum: Integer
+    planned: Integer
 
 
 class Parameter(Struct):
@@ -130,27 +138,27 @@ class Value(Struct):
 
     name: str  # the node's name, or the input's
     spec: TensorSpec
-    producer: int  # region index; -1 for a graph input
-    consumers: list[int]  # region indices, ascending
+    producer: Integer  # region index; -1 for a graph input
+    consumers: list[Integer]  # region indices, ascending
     requires_grad: bool = False
     #: values of the same set share storage (views of one another)
-    alias_set: int = -1
+    alias_set: Integer = -1
 
 
 class Region(Struct):
     """A run of consecutive nodes planned as one: nodes[start:end]."""
 
     name: str
-    kind: int  # equal structure, shapes and dtypes: equal kind
-    start: int
-    end: int
+    kind: Integer  # equal structure, shapes and dtypes: equal kind
+    start: Integer
+    end: Integer
     inputs: list[str]  # value names
     outputs: list[str]  # value names, produced here, read later or returned
     parameters: list[str]  # parameters and buffers read here, in order of first use
     gradients: list[str] = []  # parameters that receive a gradient here
     mutates: list[str] = []  # buffers written here
     random: bool = False
-    checkpoint: int = -1  # a user's checkpoint block: always recomputed; -1 when not
+    checkpoint: Integer = -1  # a user's checkpoint block: always recomputed; -1 when not
 
 
 class InputSpec(Struct):
@@ -158,7 +166,7 @@ class InputSpec(Struct):
     ["kwargs", "labels"], ["args", 0, "mask"]."""
 
     name: str
-    path: list[str | int]
+    path: list[str | Integer]
     spec: TensorSpec
 
 
@@ -166,7 +174,7 @@ class OutputSpec(Struct):
     """One tensor that forward returns. `path` as in InputSpec, without args/kwargs."""
 
     name: str
-    path: list[str | int]
+    path: list[str | Integer]
 
 
 class InitialOp(Struct):
@@ -178,7 +186,7 @@ class InitialOp(Struct):
     kwargs: dict[str, Arg] = {}
     random: bool = False
     dtypes: list[str] = []
-    shapes: list[list[int]] = []
+    shapes: list[list[Integer]] = []
 
 
 class Initial(Struct):
@@ -198,7 +206,7 @@ class Initial(Struct):
     files: list[str] = []
     keys: dict[str, str] = {}
     #: the only seed that the record holds for (the constructor branched on drawn numbers); None: any
-    seed: int | None = None
+    seed: Integer | None = None
 
 
 class RegionGraph(Struct):

@@ -11,7 +11,7 @@ saves). What waits on disk has an extent there, which does not move.
 
 from __future__ import annotations
 
-from stages.artifacts.graph import Struct
+from stages.artifacts.graph import Integer, Struct
 
 #: every planned offset, disk extent and transfer length is a multiple of this (O_DIRECT)
 ALIGNMENT = 4096
@@ -47,41 +47,41 @@ class Buffer(Struct):
     elements of `owner` that it holds.
     """
 
-    id: int
+    id: Integer
     role: str
     owner: str  # parameter name, value name, or region name
-    bytes: int
-    start: int = 0
-    count: int = 0
+    bytes: Integer
+    start: Integer = 0
+    count: Integer = 0
     state: str = ""  # role "state": "exp_avg", "exp_avg_sq", "momentum_buffer", ...
     dtype: str = "float32"  # of its elements; "uint8" for saved activations, which are many tensors
-    offset: int | None = None  # in the device arena; None: dynamic
-    extent: int | None = None  # byte offset of its home on disk; None: never there
+    offset: Integer | None = None  # in the device arena; None: dynamic
+    extent: Integer | None = None  # byte offset of its home on disk; None: never there
     resident: bool = False  # on the device from before the phase's entry until after its exit
 
 
 class Access(Struct):
     """A buffer in one version. A write makes version n+1 from n (or from nothing: 1)."""
 
-    buffer: int
-    version: int
+    buffer: Integer
+    version: Integer
 
 
 class Instruction(Struct):
-    id: int  # position in the phase's list; `after` refers to it
+    id: Integer  # position in the phase's list; `after` refers to it
     lane: str
     operation: str
-    after: list[int] = []  # ids on other lanes that must have finished
+    after: list[Integer] = []  # ids on other lanes that must have finished
     reads: list[Access] = []
     writes: list[Access] = []
-    frees: list[int] = []  # buffers whose memory is returned when this has finished
-    region: int = -1
+    frees: list[Integer] = []  # buffers whose memory is returned when this has finished
+    region: Integer = -1
     mode: str = ""  # forward: "keep" | "drop"
     parameter: str = ""  # update
-    start: int = 0  # update: first element
-    count: int = 0  # update: number of elements
+    start: Integer = 0  # update: first element
+    count: Integer = 0  # update: number of elements
     #: memory beyond every buffer, held only while the instruction runs
-    workspace_bytes: int = 0
+    workspace_bytes: Integer = 0
 
 
 class Location(Struct):
@@ -91,9 +91,9 @@ class Location(Struct):
     when the same buffers are on the same tiers, whatever their versions.
     """
 
-    buffer: int
+    buffer: Integer
     tier: str
-    version: int
+    version: Integer
 
 
 class Phase(Struct):
@@ -125,38 +125,38 @@ class Placement(Struct):
     state: dict[str, str]  # parameter -> "resident" | "streamed" (optimizer state and master)
     gradients: str
     values: dict[str, str]  # value -> "keep" | "move"
-    chunk_elements: int  # elements of one update chunk, a multiple of 1024
+    chunk_elements: Integer  # elements of one update chunk, a multiple of 1024
     #: region index -> how many regions ahead of its use its weights are fetched (>= 0)
-    prefetch: list[int]
+    prefetch: list[Integer]
     #: update chunks on the device at once: 1 is read, updated and written alone, 3 overlap all lanes
-    chunk_slots: int = 2
+    chunk_slots: Integer = 2
 
 
 class Prediction(Struct):
     """What the simulator says of one step of the program."""
 
-    peak_bytes: int
-    step_ns: int
-    least_feasible_bytes: int
-    moved_bytes: dict[str, int]  # lane -> bytes per step
+    peak_bytes: Integer
+    step_ns: Integer
+    least_feasible_bytes: Integer
+    moved_bytes: dict[str, Integer]  # lane -> bytes per step
     binding: str = ""  # the instruction and buffers at the peak, readable
 
 
 class Plan(Struct):
     solver: str
-    budget_bytes: int
+    budget_bytes: Integer
     device: str
     precision: str
     implementation: str  # of the optimizer, as in Costs
     placement: Placement
     buffers: list[Buffer]
     phases: list[Phase]
-    arena_bytes: int
-    disk_bytes: int
-    baseline_bytes: int
-    margin_bytes: int
+    arena_bytes: Integer
+    disk_bytes: Integer
+    baseline_bytes: Integer
+    margin_bytes: Integer
     prediction: Prediction
-    solve_ns: int
+    solve_ns: Integer
 
 
 def bookkeeping_bytes(instructions: int, buffers: int) -> int:
