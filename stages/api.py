@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ from stages.config import (
 from stages.region import memory
 from stages.region.initial import decode_literal
 from stages.runtime.engine import Engine, StepResult
+from stages.runtime.export import export_weights
 from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
 from stages.trace import stage as trace
@@ -73,10 +75,13 @@ class Session:
 
     def __init__(self, model: nn.Module, prepared: Prepared, plan: Plan) -> None:
         self.plan = plan
+        self._graph = prepared.graph
         self._structure = prepared.structure
         self._learning_rate = prepared.config.optimizer.lr
         self._evaluates = prepared.evaluation is not None
         evaluation = None if prepared.evaluation is None else prepared.evaluation[0]
+        # the plan counts on it; not undone at the end, since the allocator cannot tell what was set before
+        memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
         with ExitStack() as stack:
             engine = stack.enter_context(open_engine(prepared.config, prepared.graph, plan, evaluation))
             engine.load(_live_values(model, prepared.graph))
@@ -126,6 +131,17 @@ class Session:
             for name in parameter.names
         }
 
+    def save(self, folder: str | Path) -> list[Path]:
+        """Writes the state dict as safetensors (and config.json for Hugging Face models), one tensor
+        in memory at a time; returns the files.
+
+        `safetensors.torch.load_model(model, FILE)` and `from_pretrained(folder)` read them.
+
+        Raises:
+            StorageError: The folder cannot be written or is full.
+        """
+        return export_weights(Path(folder), self._graph, self._open_engine().weights())
+
     def close(self) -> None:
         """Ends the session and gives its memory and disk back. Safe to call twice."""
         self._resources.close()
@@ -174,7 +190,7 @@ def prepare(
         evaluate: Whether `Session.evaluate` will be used; the model is then traced in that mode too.
         dynamic: Whether smaller batches and shorter sequences may come.
         disk: Folder of the disk tier; "": the user's cache folder.
-        threads: Threads of operators; 0: what torch chooses.
+        threads: Threads of operators, set for the whole process; 0: as they are.
         lane: "cpu", or "adversarial" for tests.
 
     Raises:

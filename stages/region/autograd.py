@@ -160,7 +160,9 @@ def backward(
 def _keeping(tape: Tape, tensors: Mapping[str, torch.Tensor], lookup: Lookup) -> Iterator[None]:
     """Packs saved tensors as handles where a named tensor holds the bytes, else in shared holders."""
     named = _NamedSpans(tensors)
-    holders: dict[int, _Holder] = {}
+    # weak: autograd keeps this closure until its last saved tensor is gone, and a storage must leave
+    # with the last view of it
+    holders: weakref.WeakValueDictionary[int, _Holder] = weakref.WeakValueDictionary()
 
     def pack(tensor: torch.Tensor) -> _Handle | _Saved:
         handle = named.handle(tensor)

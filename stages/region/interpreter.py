@@ -121,7 +121,7 @@ def _resolve(nodes: list[g.Node], outputs: frozenset[str]) -> list[_Step]:
     steps: list[_Step] = []
     still_read = set(outputs)
     for node in reversed(nodes):
-        dying = {name for name in node_references(node)} - still_read
+        dying = set(node_references(node)) - still_read
         if node.name not in still_read:
             dying.add(node.name)
         still_read |= dying

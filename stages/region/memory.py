@@ -13,6 +13,10 @@ import functools
 import os
 from pathlib import Path
 
+#: blocks of this size or more leave the process when freed, so that counting bytes predicts the peak;
+#: smaller ones share heap pages, which the saved tensors of one region would hold for all
+LARGE_BLOCK_BYTES = 128 * 1024
+
 #: parameters of mallopt(3), from glibc's malloc.h
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2

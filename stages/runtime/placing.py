@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -10,9 +10,12 @@ from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer
 from stages.optim.kernel import UpdateKernel
 from stages.region import operators
-from stages.runtime.state import TrainingState, flat, in_order_of, integers, numel
+from stages.runtime.state import TrainingState, flat, in_order_of, integers
 from stages.runtime.tiers.disk import DiskFile
 from stages.runtime.transfers import as_bytes
+
+#: elements that are cast at once, so that a weight and its cast are never both whole in memory
+_PIECE_ELEMENTS = 1 << 20
 
 
 class Placing:
@@ -46,32 +49,40 @@ class Placing:
         self._state.update_counts.clear()
 
     def _load_parameter(self, parameter: g.Parameter, tensor: torch.Tensor) -> None:
-        weight = tensor.to(operators.dtype(parameter.spec.dtype))
+        """Weight, master and optimizer state from the initial value, no two of them whole in memory."""
+        whole = flat(tensor, parameter.spec)
+        dtype = operators.dtype(parameter.spec.dtype)
         for buffer in self._buffers(parameter.name, "weight"):
-            self._put(buffer, flat(weight, parameter.spec), numel(parameter.spec))
+            self._put(buffer, whole, lambda piece: piece.to(dtype))
         for buffer in self._buffers(parameter.name, "master"):
-            self._put(buffer, flat(tensor.float(), parameter.spec), numel(parameter.spec))
-        states = self._buffers(parameter.name, "state")
-        if states:
-            self._load_states(parameter, tensor, states)
+            self._put(buffer, whole, lambda piece: piece.float())
+        for buffer in self._buffers(parameter.name, "state"):
+            self._load_state(parameter, in_order_of(tensor, parameter.spec), whole, buffer)
 
-    def _load_states(self, parameter: g.Parameter, tensor: torch.Tensor, buffers: list[Buffer]) -> None:
-        initial = self._kernel.init_state(parameter.name, in_order_of(tensor, parameter.spec))
-        for buffer in buffers:
-            state = initial[buffer.state].reshape(-1)
-            self._put(buffer, state, state.numel())
+    def _load_state(
+        self, parameter: g.Parameter, shaped: torch.Tensor, whole: torch.Tensor, buffer: Buffer
+    ) -> None:
+        """The buffer's optimizer state for a parameter, given in its shape and flat."""
+        if not self._kernel.chunkable:
+            state = self._kernel.init_state(parameter.name, shaped)[buffer.state]
+            self._put(buffer, state.reshape(-1), lambda piece: piece)
+            return
+        self._put(buffer, whole, lambda piece: self._kernel.init_state(parameter.name, piece)[buffer.state])
 
     def _buffers(self, name: str, role: str) -> list[Buffer]:
         return self._homes.get((name, role), [])
 
-    def _put(self, buffer: Buffer, whole: torch.Tensor, elements: int) -> None:
-        """Writes the buffer's piece of a flat tensor to its home."""
-        piece = whole[buffer.start : buffer.start + (buffer.count or elements)]
-        if buffer.extent is None:
-            self._state.slot(buffer).copy_(piece)
-            return
-        assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
-        self._disk.write_from(as_bytes(piece), buffer.extent)
+    def _put(self, buffer: Buffer, whole: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Fills the buffer's home with what `make` gives of its elements, a piece at a time."""
+        count = buffer.count or whole.numel()
+        for start in range(0, count, _PIECE_ELEMENTS):
+            stop = min(start + _PIECE_ELEMENTS, count)
+            piece = make(whole[buffer.start + start : buffer.start + stop])
+            if buffer.extent is None:
+                self._state.slot(buffer)[start:stop].copy_(piece)
+                continue
+            assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
+            self._disk.write_from(as_bytes(piece), buffer.extent + start * piece.element_size())
 
     def weights(self, roles: tuple[str, ...]) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
         """Parameters and buffers of `roles`, in the graph's order, one in memory at a time."""

@@ -27,9 +27,6 @@ from stages.runtime.loop import TrainingLoop
 from stages.runtime.scratch import ScratchFolder
 from stages.runtime.tiers.disk import DiskFile
 
-#: blocks of this size or more leave the process when freed, so that counting bytes predicts the peak
-LARGE_BLOCK_BYTES = 1 << 20
-
 
 def run(
     config: RunConfig,
@@ -47,7 +44,7 @@ def run(
         StorageError: A tier is short or broken.
         DataError: The data does not fit the model.
     """
-    memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
+    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     torch.set_num_threads(costs.threads)
     batches = open_batches(config, graph)
     evaluated = None if evaluation is None else open_batches(config, evaluation, config.eval.path or None)

@@ -77,7 +77,8 @@ class TrainingState:
 
     def _add_slot(self, buffer: Buffer, arena: Arena) -> None:
         parameter = self.parameters.get(buffer.owner)
-        assert parameter is not None and buffer.offset is not None, f"buffer {buffer.id} has no owner"
+        assert parameter is not None, f"planned buffer {buffer.id} belongs to no parameter"
+        assert buffer.offset is not None, f"buffer {buffer.id} has no slot"
         dtype = operators.dtype(buffer.dtype)
         count = buffer.count or numel(parameter.spec)
         if buffer.role == "weight" and count == numel(parameter.spec):

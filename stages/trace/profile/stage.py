@@ -26,7 +26,6 @@ from stages.trace.profile.regions import measure_region
 from stages.trace.profile.room import available_bytes
 from stages.trace.profile.stand_ins import Case, least_bytes, representative_cases
 from stages.trace.profile.training_process import (
-    LARGE_BLOCK_BYTES,
     Order,
     measure_training_process,
     warm_up,
@@ -45,7 +44,7 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         StorageError: The disk tier's folder cannot be used.
         ConfigError: The optimizer cannot be used.
     """
-    memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
+    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     threads = torch.get_num_threads()

@@ -27,9 +27,6 @@ from stages.optim.make import make_kernel
 from stages.region import memory
 from stages.region.interpreter import RegionFunction
 
-#: as the runtime sets it: blocks of this size leave the process when freed
-LARGE_BLOCK_BYTES = 1 << 20
-
 #: the optimizer brings what it needs itself: some of its modules load the compiler
 _PACKAGES = ("stages.process", "stages.artifacts", "stages.region", "stages.runtime")
 _WORKERS = 2  # the read and write lanes
@@ -83,7 +80,7 @@ def import_everything(packages: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    memory.give_back_large_blocks(LARGE_BLOCK_BYTES)
+    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     import_everything(_PACKAGES)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     torch.set_num_threads(order.threads)
