@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Block(nn.Module):
@@ -18,7 +18,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
 
 
 class ByteModel(nn.Module):
@@ -50,7 +50,7 @@ class ByteModel(nn.Module):
             input_ids: int64 [batch, seq].
             labels: int64 [batch, seq], not shifted; -100 is ignored.
         """
-        embedded = F.pad(self.embedding(input_ids), (0, 0, self.context - 1, 0))
+        embedded = functional.pad(self.embedding(input_ids), (0, 0, self.context - 1, 0))
         windows = [embedded[:, first : first + input_ids.shape[1]] for first in range(self.context)]
         x = self.mix(torch.cat(windows, dim=-1))
         for block in self.blocks:
@@ -59,4 +59,4 @@ class ByteModel(nn.Module):
         if labels is None:
             return {"logits": logits}
         predicted = logits[:, :-1].reshape(-1, logits.shape[-1])
-        return {"loss": F.cross_entropy(predicted, labels[:, 1:].reshape(-1)), "logits": logits}
+        return {"loss": functional.cross_entropy(predicted, labels[:, 1:].reshape(-1)), "logits": logits}

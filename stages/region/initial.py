@@ -96,7 +96,9 @@ def tensor_from_text(text: str, dtype: str, shape: list[int]) -> torch.Tensor:
         raise ArtifactError(f"a constant's bytes are not base64: {error}. Trace the model again") from error
     expected = prod(shape) * g.BYTES_PER_ELEMENT.get(dtype, 0)
     if len(content) != expected:
-        raise ArtifactError(f"a constant has {len(content)} bytes; expected {expected}. Trace the model again")
+        raise ArtifactError(
+            f"a constant has {len(content)} bytes; expected {expected}. Trace the model again"
+        )
     if not content:
         return torch.empty(shape, dtype=operators.dtype(dtype))
     return torch.frombuffer(content, dtype=operators.dtype(dtype)).reshape(shape)
@@ -162,7 +164,9 @@ class _Unit:
     @property
     def draws(self) -> list[int]:
         """The draws whose numbers are needed, in order."""
-        return sorted(index for index, values in self.history.items() if values and self._tape.ops[index].random)
+        return sorted(
+            index for index, values in self.history.items() if values and self._tape.ops[index].random
+        )
 
     def add(self, targets: dict[str, str], history: dict[int, bool]) -> None:
         self.targets.update(targets)
@@ -249,7 +253,9 @@ def _call(op: g.InitialOp, environment: dict[str, torch.Tensor]) -> list[torch.T
     if op.op == "literal":
         text = op.args[0]
         if not isinstance(text, str):
-            raise ArtifactError("a constant in the record of initial values is not text. Trace the model again")
+            raise ArtifactError(
+                "a constant in the record of initial values is not text. Trace the model again"
+            )
         return [tensor_from_text(text, op.dtypes[0], op.shapes[0])]
     call = operators.resolve(op.op)
     args = [decode(arg, environment.__getitem__, {}, _CPU) for arg in op.args]

@@ -45,8 +45,9 @@ _NAME = re.compile(r"aten\.([a-z][a-z0-9_]*|_[a-z][a-z0-9_]*|__[a-z]+__)\.([A-Za
 _PRIVATE = {
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_conj", "_convolution", "_copy_from",
     "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_grouped_mm", "_linalg_det", "_linalg_eigh",
-    "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax", "_neg_view", "_pack_padded_sequence",
-    "_pad_packed_sequence", "_reshape_alias", "_reshape_copy", "_scaled_dot_product_flash_attention_for_cpu",
+    "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax", "_neg_view",
+    "_pack_padded_sequence", "_pad_packed_sequence", "_reshape_alias", "_reshape_copy",
+    "_scaled_dot_product_flash_attention_for_cpu",
     "_softmax", "_stack", "_to_copy", "_trilinear", "_unsafe_index", "_unsafe_index_put", "_unsafe_view",
     "_weight_norm", "_weight_norm_interface",
 }  # fmt: skip
@@ -67,7 +68,16 @@ _REFUSED = {
 }  # fmt: skip
 
 #: backends that hold packed weights or need tensors of another layout
-_REFUSED_PREFIXES = ("quantized", "fbgemm_", "mkldnn_", "to_mkldnn", "cudnn_", "miopen_", "sparse_", "to_sparse")
+_REFUSED_PREFIXES = (
+    "quantized",
+    "fbgemm_",
+    "mkldnn_",
+    "to_mkldnn",
+    "cudnn_",
+    "miopen_",
+    "sparse_",
+    "to_sparse",
+)
 
 _FORBIDDEN_TYPES = ("Storage", "Stream", "Future", "RRef", "Any", "Dict", "QScheme", "__torch__", "DeviceObj")
 
@@ -125,27 +135,39 @@ def resolve(op: str) -> Callable[..., Any]:
     overloads = torch._C._jit_get_operation(f"aten::{base}")[1]
     if overloads is None or registered not in overloads:
         raise _refuse(op, "no such overload exists")
-    overload = getattr(getattr(torch.ops.aten, base), overload_name)
-    if not isinstance(overload, torch._ops.OpOverload):
+    found = getattr(getattr(torch.ops.aten, base), overload_name)
+    if not isinstance(found, torch._ops.OpOverload):
         raise _refuse(op, "no such overload exists")
-    _check_schema(op, overload._schema)
-    return overload
+    _check_schema(op, found._schema)
+    return found
 
 
-def operator_name(overload: object) -> str:
+def overload(op: str) -> torch._ops.OpOverload:
+    """The overload that `op` names, for its schema and tags.
+
+    Raises:
+        ArtifactError: It is not the name of an allowed ATen operator.
+    """
+    found = resolve(op)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise _refuse(op, "it has no schema")
+    return found
+
+
+def operator_name(target: object) -> str:
     """The inverse of `resolve`.
 
     Raises:
-        ArtifactError: `overload` has no name that `resolve` accepts.
+        ArtifactError: `target` has no name that `resolve` accepts.
     """
-    if overload is operator.getitem:
+    if target is operator.getitem:
         return "getitem"
-    if isinstance(overload, torch._ops.OpOverload):
-        namespace, _, base = overload._schema.name.partition("::")
-        name = f"{namespace}.{base}.{overload._overloadname}"
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, base = target._schema.name.partition("::")
+        name = f"{namespace}.{base}.{target._overloadname}"
         resolve(name)
         return name
-    raise _refuse(str(overload), "it is no ATen operator")
+    raise _refuse(str(target), "it is no ATen operator")
 
 
 def dtype(name: str) -> torch.dtype:
@@ -174,5 +196,7 @@ _Item = TypeVar("_Item")
 def _by_name(table: dict[str, _Item], name: str, what: str) -> _Item:
     if name not in table:
         expected = ", ".join(table)
-        raise ArtifactError(f"found {what} {name!r}; expected one of {expected}", found=name, expected=expected)
+        raise ArtifactError(
+            f"found {what} {name!r}; expected one of {expected}", found=name, expected=expected
+        )
     return table[name]

@@ -46,7 +46,9 @@ def read(graph: g.RegionGraph) -> Iterator[tuple[str, torch.Tensor]]:
             wanted.setdefault(graph.initial.keys[parameter.name], []).append(parameter)
     for name in graph.initial.files:
         if Path(name).name != name:
-            raise ArtifactError(f"found weights file {name!r}; expected a plain name inside the model's folder")
+            raise ArtifactError(
+                f"found weights file {name!r}; expected a plain name inside the model's folder"
+            )
         path = Path(graph.initial.folder) / name
         entries, start = read_header(path)
         with path.open("rb", buffering=0) as file:
@@ -54,7 +56,9 @@ def read(graph: g.RegionGraph) -> Iterator[tuple[str, torch.Tensor]]:
                 for parameter in wanted.pop(key):
                     yield parameter.name, _tensor(file, path, key, entries[key], start, parameter)
     if wanted:
-        raise ArtifactError(f"{graph.initial.folder} lacks the tensors {', '.join(sorted(wanted))}. Trace again")
+        raise ArtifactError(
+            f"{graph.initial.folder} lacks the tensors {', '.join(sorted(wanted))}. Trace again"
+        )
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], int]:
@@ -92,9 +96,11 @@ def _tensor(
     first, last = entry.data_offsets
     size = prod(entry.shape) * g.BYTES_PER_ELEMENT.get(dtype, 0)
     if not dtype or last - first != size or first < 0 or start + last > os.fstat(file.fileno()).st_size:
-        raise ArtifactError(f"{path}: {key} is damaged ({entry.dtype}, bytes {first} to {last}, expected {size})")
+        raise ArtifactError(
+            f"{path}: {key} is damaged ({entry.dtype}, bytes {first} to {last}, expected {size})"
+        )
     content = torch.empty(size, dtype=torch.uint8)
-    _read_into(file, memoryview(content.numpy()), start + first, path)
+    _read_into(file, memoryview(content.numpy().data), start + first, path)
     # the pages would stay in the cache and count against a memory limit
     os.posix_fadvise(file.fileno(), start + first, size, os.POSIX_FADV_DONTNEED)
     tensor = content.view(operators.dtype(dtype)).reshape(shape) if size else content.reshape(shape)

@@ -11,7 +11,9 @@ from stages.region import operators
 from stages.region.interpreter import references
 
 #: give a tensor of another's shape, whatever its content
-_SHAPE_ONLY = re.compile(r"aten\.(new_)?(empty|zeros|ones|full|rand|randn|randint)(_like|_strided|_permuted)?\.")
+_SHAPE_ONLY = re.compile(
+    r"aten\.(new_)?(empty|zeros|ones|full|rand|randn|randint)(_like|_strided|_permuted)?\."
+)
 
 #: replace the whole content of their first argument, whatever it was
 _OVERWRITES = re.compile(
@@ -149,7 +151,7 @@ def _aliases(op: g.InitialOp) -> tuple[list[str], str | None]:
     """Tensors that `op` writes, and the tensor whose storage its new results lie in (None: their own)."""
     if op.op == "literal":
         return [], None
-    schema = operators.resolve(op.op)._schema
+    schema = operators.overload(op.op)._schema
     written: list[str] = []
     viewed: str | None = None
     for position, argument in enumerate(schema.arguments):

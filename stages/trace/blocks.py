@@ -77,7 +77,7 @@ def find_blocks(nodes: Sequence[Traced], tree: Tree) -> set[str]:
 
 
 def _is_numbered(path: str) -> bool:
-    """"layer1", "layer2", ... under one parent are a family as well."""
+    """Whether it is one of "layer1", "layer2", ...: one parent they are a family as well."""
     return path[-1:].isdigit()
 
 
@@ -143,10 +143,13 @@ def _with_stretches(nodes: Sequence[Traced], tree: Tree, blocks: list[Unit]) -> 
     for block, traced in zip(blocks, nodes, strict=True):
         if block[0]:
             current, owner = block, None
-        elif _innermost(traced) in readers and _innermost(traced) != owner:
-            if tree.reads_weight(traced) or traced.stack:
-                number += 1
-                current, owner = ("", number), _innermost(traced)
+        elif (
+            _innermost(traced) in readers
+            and _innermost(traced) != owner
+            and (tree.reads_weight(traced) or traced.stack)  # the root itself starts at a weight
+        ):
+            number += 1
+            current, owner = ("", number), _innermost(traced)
         result.append(current)
     return result
 

@@ -45,11 +45,12 @@ def build(config: ModelConfig, seed: int) -> Built:
     """The model that the configuration names, in train mode, in its original dtypes.
 
     Raises:
-        TraceError: It cannot be imported or built.
+        TraceError: It cannot be imported or built, or its weights are views of one another.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with recording(mode, seed) as history:
         model, export_config = _construct(config)
+    _refuse_shared_storage(model)
     on_tape = {name: history.name(tensor) for name, tensor in _tensors(model)}
     folder = config.path if config.source == "directory" else ""
     return Built(model, mode, _dtypes(model), history, on_tape, export_config, folder)
@@ -57,11 +58,12 @@ def build(config: ModelConfig, seed: int) -> Built:
 
 def copied(model: nn.Module) -> Built:
     """The caller's own module as a fake copy; the module itself is left alone."""
+    _refuse_shared_storage(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copy = deepcopy(model)
     for part in copy.modules():
-        settings = getattr(part, "config", None)
+        settings: Any = getattr(part, "config", None)
         if getattr(settings, "use_cache", False):
             settings.use_cache = False  # generation caches would only add outputs that training does not use
     return Built(copy, mode, _dtypes(copy))
@@ -79,12 +81,13 @@ def _construct(config: ModelConfig) -> tuple[nn.Module, str | None]:
     model = _call(target, config, **config.arguments)
     if not isinstance(model, nn.Module):
         found = type(model).__name__
-        raise TraceError(f"{config.target} gave a {found}; expected a torch.nn.Module", key="model.target", found=found)
+        message = f"{config.target} gave a {found}; expected a torch.nn.Module"
+        raise TraceError(message, key="model.target", found=found)
     return model, None
 
 
 def _with_settings(target: Any, config: ModelConfig, settings: Any) -> tuple[nn.Module, str]:
-    cache = getattr(settings, "use_cache", None)
+    cache: bool = getattr(settings, "use_cache", False)
     if cache:
         settings.use_cache = False  # generation caches would only add outputs that training does not use
     model = _call(target, config, settings)
@@ -117,7 +120,7 @@ def _call(target: Any, config: ModelConfig, *args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
     except StageError:
         raise
-    except Exception as error:  # noqa: BLE001  (a boundary: the user's code may raise anything)
+    except Exception as error:  # a boundary: the user's code may raise anything
         _, place = error_place(error, None)
         raise TraceError(
             f"building {config.target or config.path} raised {type(error).__name__}: {error}"
@@ -134,8 +137,6 @@ def _imported(path: str) -> Any:
             line of the original are in the message.
     """
     module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise TraceError(f"model.target={path!r} names no class; expected package.Class", key="model.target", found=path)
     try:
         module = importlib.import_module(module_name)
         return getattr(module, name)
@@ -145,12 +146,13 @@ def _imported(path: str) -> Any:
         near = difflib.get_close_matches(name, dir(importlib.import_module(module_name)), 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise TraceError(f"{module_name} has no {name!r}.{hint}", key="model.target", found=path) from error
-    except Exception as error:  # noqa: BLE001  (a boundary: the user's module may raise anything)
+    except Exception as error:  # a boundary: the user's module may raise anything
         raise _import_failure(path, error) from error
 
 
 def _import_failure(path: str, error: Exception) -> TraceError:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if "importlib" not in frame.filename]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else ""
     if isinstance(error, SyntaxError) and error.filename:
         where = f" at {error.filename}:{error.lineno}"
@@ -163,6 +165,19 @@ def _import_failure(path: str, error: Exception) -> TraceError:
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _refuse_shared_storage(model: nn.Module) -> None:
+    """Each parameter and buffer must have storage of its own: a slot in memory holds one of them."""
+    owner: dict[int, tuple[str, int]] = {}
+    for name, tensor in _tensors(model):
+        other, same = owner.setdefault(tensor.untyped_storage()._cdata, (name, id(tensor)))
+        if same != id(tensor) and tensor.numel():
+            raise TraceError(
+                f"{other} and {name} are different tensors over one storage; expected tied weights to be "
+                f"the same Parameter object. Assign the module's attribute instead of its .data",
+                found=f"{other}, {name}",
+            )
 
 
 def _dtypes(model: nn.Module) -> dict[str, str]:

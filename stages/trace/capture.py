@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -40,14 +41,20 @@ def capture(built: Built, batch: Batch, dims: Dimensions, *, only_loss: bool) ->
     Raises:
         TraceError: The model cannot be traced exactly.
     """
-    shapes = [list(tensor.shape) for _, tensor in tensors_in(batch)]
-    for _ in range(len(dims.planned) + 1):
-        captured = _export(built, batch, dims, only_loss)
+    while True:
+        # sizes of one are traced as two, which a model may not take
+        enlarged = {name for name, size in dims.planned.items() if size < dimensions.LEAST_EXAMPLE}
+        try:
+            captured = _export(built, batch, dims, only_loss)
+        except TraceError:
+            if not enlarged:
+                raise
+            dims = dims.without(enlarged)
+            continue
         conflicts = captured.resolved.conflicts & set(dims.planned)
         if not conflicts:
             return captured
         dims = dims.without(conflicts)
-    raise TraceError(f"the model cannot be traced at the planned shapes {shapes}")
 
 
 def _export(built: Built, batch: Batch, dims: Dimensions, only_loss: bool) -> Captured:
@@ -56,10 +63,12 @@ def _export(built: Built, batch: Batch, dims: Dimensions, only_loss: bool) -> Ca
     tensors = [tensor for _, tensor in tensors_in(batch)]
     with built.mode:
         examples = [
-            torch.zeros(dims.example(index, tensor.shape), dtype=tensor.dtype) for index, tensor in enumerate(tensors)
+            torch.zeros(dims.example(index, tensor.shape), dtype=tensor.dtype)
+            for index, tensor in enumerate(tensors)
         ]
     specification = tuple(
-        {position: Dim.AUTO for position, name in enumerate(names) if name is not None} for names in dims.names
+        {position: Dim.AUTO for position, name in enumerate(names) if name is not None}
+        for names in dims.names
     )
     with _intercepted(built.model), _reported(built.model):
         program = torch.export.export(
@@ -78,20 +87,24 @@ def _intercepted(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _input_name(path: Path) -> str:
-    """"input_ids" for the keyword input_ids, "args_0_mask" for a mask in the first positional argument."""
+    """Its name: "input_ids" for the keyword input_ids, "args_0_mask" for mask in the first positional one."""
     parts = path[1:] if path[0] == 1 else ["args", *path[1:]]
     return "_".join(map(str, parts))
 
 
 def _input_shapes(program: ExportedProgram) -> list[torch.Size]:
     users = set(program.graph_signature.user_inputs)
-    return [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder" and node.name in users]
+    return [
+        node.meta["val"].shape
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in users
+    ]
 
 
 def _environment(program: ExportedProgram) -> ShapeEnv:
     for node in program.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
+        if isinstance(value, FakeTensor) and value.fake_mode.shape_env is not None:
             return value.fake_mode.shape_env
     raise TraceError("the model's forward contains no tensor operation; expected a computation to train")
 
@@ -112,7 +125,7 @@ def _reported(model: torch.nn.Module) -> Iterator[None]:
         yield
     except StageError:
         raise
-    except Exception as error:  # noqa: BLE001  (a boundary: the user's forward may raise anything)
+    except Exception as error:  # a boundary: the user's forward may raise anything
         module, place = error_place(error, model)
         cause = _cause(error)
         raise TraceError(
@@ -127,8 +140,8 @@ def _cause(error: BaseException) -> str:
     name = type(error).__name__
     if name in _DATA_DEPENDENT:
         return (
-            "it branches on, or takes a size from, the values of a tensor, so that one trace does not hold for "
-            f"all batches ({name}). Replace the branch by torch.where or make it independent of the data"
+            "it branches on, or takes a size from, the values of a tensor, so that one trace does not hold "
+            f"for all batches ({name}). Replace the branch by torch.where or make it independent of the data"
         )
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{name}: {first}"

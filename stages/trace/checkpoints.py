@@ -47,7 +47,9 @@ def marked() -> Iterator[None]:
 
     module = torch.utils.checkpoint
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "_checkpoint_without_reentrant_generator", without_reentry))
+        stack.enter_context(
+            mock.patch.object(module, "_checkpoint_without_reentrant_generator", without_reentry)
+        )
         stack.enter_context(mock.patch.object(module, "CheckpointFunction", Reentrant))
         stack.enter_context(fx_traceback.preserve_node_meta())
         yield

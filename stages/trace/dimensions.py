@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -106,7 +107,9 @@ def _bound(name: str, interval: ValueRanges[sympy.Expr], result: Resolved, plann
     The tracer never considers sizes under 2. A batch of one runs on the same operators; a sequence
     of one takes other branches in libraries.
     """
-    minimum = 1 if interval.lower <= LEAST_EXAMPLE and (name == BATCH or planned == 1) else int(interval.lower)
+    minimum = (
+        1 if interval.lower <= LEAST_EXAMPLE and (name == BATCH or planned == 1) else int(interval.lower)
+    )
     unbounded = interval.upper in (int_oo, sympy.oo)
     _narrow(result, name, minimum, UNBOUNDED if unbounded else int(interval.upper), planned)
 
@@ -141,7 +144,8 @@ def _bounds(condition: sympy.Expr, symbol: sympy.Symbol, planned: int) -> tuple[
     """The largest interval around `planned` in which a condition linear in one symbol holds."""
     if not isinstance(condition, sympy.core.relational.Relational) or isinstance(condition, sympy.Eq):
         return None
-    difference = sympy.expand(condition.lhs - condition.rhs)
+    left: Any = condition.lhs
+    difference = sympy.expand(left - condition.rhs)
     slope = difference.coeff(symbol, 1)
     offset = difference - slope * symbol
     if not slope.is_Integer or not offset.is_Integer or slope == 0:

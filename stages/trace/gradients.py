@@ -81,7 +81,10 @@ def check_hooks(model: nn.Module) -> None:
     Raises:
         TraceError: One is; the message names its module, file and line.
     """
-    for hook in (*torch_module._global_backward_hooks.values(), *torch_module._global_backward_pre_hooks.values()):
+    for hook in (
+        *torch_module._global_backward_hooks.values(),
+        *torch_module._global_backward_pre_hooks.values(),
+    ):
         raise TraceError(f"a global module backward hook ({_where(hook)}) is registered; {_ADVICE}")
     for name, module in model.named_modules():
         for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):

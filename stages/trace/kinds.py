@@ -27,7 +27,11 @@ def signature(
 ) -> bytes:
     """Equal for two regions exactly when one's costs are the other's."""
     names: dict[str, str] = {}
-    for prefix, group in (("i", region.inputs), ("p", region.parameters), ("n", [node.name for node in nodes])):
+    for prefix, group in (
+        ("i", region.inputs),
+        ("p", region.parameters),
+        ("n", [node.name for node in nodes]),
+    ):
         names.update({name: f"{prefix}{index}" for index, name in enumerate(group)})
     body = [
         msgspec.structs.replace(

@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.node import Node, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -29,7 +29,7 @@ def as_in_training() -> Iterator[None]:
     masking = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
         if masking is not None and hasattr(masking, "is_torchdynamo_exporting"):
-            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", lambda: False))
+            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
         if masking is not None and hasattr(masking, "find_packed_sequence_indices"):
             found = _find_packed(masking.find_packed_sequence_indices)
             stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", found))
@@ -76,13 +76,16 @@ def _evaluate(node: Node, known: dict[Node, Any]) -> Any:
     size = node.meta.get("val")
     if isinstance(size, torch.SymInt):
         value: Any = int(size.node.hint)
-    elif node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        raise _DependsOnDataError
-    elif torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable:
+    elif (
+        node.op != "call_function"
+        or not isinstance(node.target, torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded in node.target.tags
+        or node.target._schema.is_mutable
+    ):
         raise _DependsOnDataError
     else:
-        args = torch.fx.node.map_arg(node.args, lambda inner: _evaluate(inner, known))
-        kwargs = torch.fx.node.map_arg(node.kwargs, lambda inner: _evaluate(inner, known))
+        args = map_arg(node.args, lambda inner: _evaluate(inner, known))
+        kwargs = map_arg(node.kwargs, lambda inner: _evaluate(inner, known))
         value = node.target(*args, **kwargs)
     known[node] = value
     return value

@@ -16,7 +16,7 @@ from torch.fx import Node as FxNode
 from stages.artifacts import graph as g
 from stages.artifacts.errors import ArtifactError, TraceError
 from stages.region import operators
-from stages.trace import arguments, checkpoints
+from stages.trace import arguments, checkpoints, effects
 from stages.trace.capture import Captured
 from stages.trace.places import stack_place
 from stages.trace.sizes import UnsupportedSizeError, tensor_spec, to_size
@@ -26,14 +26,6 @@ _DROPPED = (
     "_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range",
     "sym_constrain_range_for_size",
 )  # fmt: skip
-
-#: operators that write running statistics without saying so in their schema: arguments written,
-#: and the argument that switches it on
-_SILENT_WRITES = {
-    "aten.batch_norm.default": ((3, 4), 5),
-    "aten.native_batch_norm.default": ((3, 4), 5),
-    "aten.instance_norm.default": ((3, 4), 5),
-}
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class _Converter:
 
     def run(self) -> Converted:
         program = self._captured.program
-        environment: dict[FxNode, Any] = {}
+        environment: dict[Any, Any] = {}
         specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -127,10 +119,12 @@ class _Converter:
         elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             raise TraceError(f"the model takes {spec.kind.name.lower()} {target!r}; expected tensors only")
         name = self._canonical[target]
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(f"constant {target!r} is a {type(value).__name__}; expected a tensor")
         self._result.tensors[name] = value
         return g.Ref(name)
 
-    def _graph(self, module: GraphModule, environment: dict[FxNode, Any], modes: _Modes) -> list[Any]:
+    def _graph(self, module: GraphModule, environment: dict[Any, Any], modes: _Modes) -> list[Any]:
         """Converts one (nested) graph; its outputs as references."""
         for node in module.graph.nodes:
             if node.op == "output":
@@ -141,11 +135,13 @@ class _Converter:
                 self._call(node, environment, modes)
         raise TraceError("the traced graph has no output")
 
-    def _call(self, node: FxNode, environment: dict[FxNode, Any], modes: _Modes) -> None:
+    def _call(self, node: FxNode, environment: dict[Any, Any], modes: _Modes) -> None:
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
             enabled, inner, *operands = node.args
-            environment[node] = self._inline(inner, operands, environment, replace(modes, no_grad=not enabled))
+            environment[node] = self._inline(
+                inner, operands, environment, replace(modes, no_grad=not enabled)
+            )
         elif name == "wrap_with_autocast":
             _, dtype, enabled, _, inner, *operands = node.args
             autocast = g.Autocast(bool(enabled), _dtype_name(dtype))
@@ -154,12 +150,15 @@ class _Converter:
             pass
         elif node.target is operator.getitem and isinstance(environment.get(node.args[0]), list):
             environment[node] = environment[node.args[0]][node.args[1]]
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _DROPPED:
+        elif (
+            isinstance(node.target, torch._ops.OpOverload)
+            and node.target._schema.name.split("::")[1] in _DROPPED
+        ):
             pass
         else:
             environment[node] = self._operator(node, environment, modes)
 
-    def _inline(self, inner: Any, operands: Any, environment: dict[FxNode, Any], modes: _Modes) -> list[Any]:
+    def _inline(self, inner: Any, operands: Any, environment: dict[Any, Any], modes: _Modes) -> list[Any]:
         module = environment[inner]
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         inside = {
@@ -168,7 +167,7 @@ class _Converter:
         }
         return self._graph(module, inside, modes)
 
-    def _operator(self, node: FxNode, environment: dict[FxNode, Any], modes: _Modes) -> g.Ref:
+    def _operator(self, node: FxNode, environment: dict[Any, Any], modes: _Modes) -> g.Ref:
         place = stack_place(node.meta.get("stack_trace"))
         stack = _stack(node)
         module = stack[-1][0] if stack else ""
@@ -178,22 +177,25 @@ class _Converter:
             kwargs = {key: self._encode(arg, environment, node) for key, arg in node.kwargs.items()}
         except (ArtifactError, arguments.UnknownArgumentError) as error:
             raise TraceError(
-                f"{place or 'the model'}: module {module!r} uses {node.target}, which cannot be planned: {error}",
+                f"{place or 'the model'}: module {module!r} uses {node.target}, which cannot be "
+                f"planned: {error}",
                 found=str(node.target),
                 expected="an ATen operator",
             ) from error
-        specs = tuple(self._spec(item, node) for item in _flat(node.meta.get("val")) if isinstance(item, torch.Tensor))
+        specs = tuple(
+            self._spec(item, node) for item in _flat(node.meta.get("val")) if isinstance(item, torch.Tensor)
+        )
         record = g.Node(
             name=self._unique(node.name), op=op, args=args, kwargs=kwargs, no_grad=modes.no_grad,
-            autocast=modes.autocast, random=is_random(op, args, kwargs), module=module, location=place,
-            checkpoint=checkpoints.marks(node.meta),
+            autocast=modes.autocast, random=effects.is_random(op, args, kwargs), module=module,
+            location=place, checkpoint=checkpoints.marks(node.meta),
         )  # fmt: skip
-        writes, returned = written(op, args, kwargs)
+        writes, returned = effects.written(op, args, kwargs)
         self._result.nodes.append(Traced(record, stack, specs, writes))
         # an in-place operator gives back the very tensor it changed: later readers read that one
         return g.Ref(returned or record.name)
 
-    def _encode(self, value: Any, environment: dict[FxNode, Any], node: FxNode) -> g.Arg:
+    def _encode(self, value: Any, environment: dict[Any, Any], node: FxNode) -> g.Arg:
         def other(item: Any) -> g.Arg | None:
             if isinstance(item, FxNode):
                 if _is_size(item):
@@ -240,8 +242,8 @@ class _Converter:
         stack = _stack(node)
         return TraceError(
             f"{stack_place(node.meta.get('stack_trace')) or 'the model'}: module "
-            f"{stack[-1][0] if stack else ''!r} makes a tensor whose size ({cause}) depends on data; expected "
-            f"sizes that follow from the batch's shapes"
+            f"{stack[-1][0] if stack else ''!r} makes a tensor whose size ({cause}) depends on data; "
+            f"expected sizes that follow from the batch's shapes"
         )
 
     def _unique(self, name: str) -> str:
@@ -251,39 +253,6 @@ class _Converter:
             candidate = f"{name}_{number}"
         self._used.add(candidate)
         return candidate
-
-
-def written(op: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[str, ...], str | None]:
-    """Names that a node changes in place, and the one among them that it gives back."""
-    if op == "getitem":
-        return (), None
-    names: list[str] = []
-    returned: str | None = None
-    schema = operators.resolve(op)._schema
-    for position, argument in enumerate(schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(value, g.Ref):
-            continue
-        names.append(value.name)
-        if len(schema.returns) == 1 and schema.returns[0].alias_info is not None:
-            returned = value.name
-    positions, switch = _SILENT_WRITES.get(op, ((), 0))
-    if positions and args[switch] is True:
-        names += [args[position].name for position in positions if isinstance(args[position], g.Ref)]
-    return tuple(names), returned
-
-
-def is_random(op: str, args: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a node draws from the generator; dropout does not when off or of probability zero."""
-    if op == "getitem" or torch.Tag.nondeterministic_seeded not in operators.resolve(op).tags:
-        return False
-    for position, argument in enumerate(operators.resolve(op)._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-        if argument.name in ("p", "dropout_p", "dropout") and isinstance(value, (int, float)) and value == 0:
-            return False
-        if argument.name in ("train", "training") and value is False:
-            return False
-    return True
 
 
 def _is_size(node: FxNode) -> bool:

@@ -44,8 +44,7 @@ def describe(
         constants: Tensors that are neither, by name.
 
     Raises:
-        TraceError: Two of them share storage without being the same, or one has a dtype or layout
-            that cannot be planned.
+        TraceError: One has a dtype or layout that cannot be planned.
     """
     canonical = canonical_names(built.model)
     groups: dict[str, list[str]] = defaultdict(list)
@@ -58,13 +57,17 @@ def describe(
         role = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         found.append(
             g.Parameter(
-                name, groups[name], _spec(name, tensor), role, requires_grad=tensor.requires_grad,
-                persistent=name not in transient, initial_dtype=built.initial_dtypes[name],
-            )  # fmt: skip
+                name,
+                groups[name],
+                _spec(name, tensor),
+                role,
+                requires_grad=tensor.requires_grad,
+                persistent=name not in transient,
+                initial_dtype=built.initial_dtypes[name],
+            )
         )
     for name, tensor in constants.items():
         found.append(_constant(name, tensor, original))
-    _refuse_views({**tensors, **constants})
     return found, {**tensors, **constants}
 
 
@@ -90,7 +93,9 @@ def _constant(name: str, tensor: torch.Tensor, original: nn.Module) -> g.Paramet
     real = _attribute(original, name) if isinstance(tensor, FakeTensor) else tensor
     literal = None if real is None or isinstance(real, FakeTensor) else literal_text(real)
     spec = _spec(name, tensor)
-    return g.Parameter(name, [name], spec, "constant", persistent=False, literal=literal, initial_dtype=spec.dtype)
+    return g.Parameter(
+        name, [name], spec, "constant", persistent=False, literal=literal, initial_dtype=spec.dtype
+    )
 
 
 def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
@@ -100,20 +105,9 @@ def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _refuse_views(tensors: dict[str, torch.Tensor]) -> None:
-    """Each must have storage of its own: a slot in memory holds one parameter."""
-    owner: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        other = owner.setdefault(tensor.untyped_storage()._cdata, name)
-        if other != name and tensor.numel():
-            raise TraceError(
-                f"{name} and {other} are different tensors over one storage; expected tied weights to be the same "
-                f"Parameter object. Assign the module's attribute instead of its .data",
-                found=f"{name}, {other}",
-            )
-
-
-def initial_values(built: Built, parameters: list[g.Parameter], tensors: dict[str, torch.Tensor]) -> g.Initial:
+def initial_values(
+    built: Built, parameters: list[g.Parameter], tensors: dict[str, torch.Tensor]
+) -> g.Initial:
     """The record from which the runtime makes initial values.
 
     Raises:
@@ -148,7 +142,9 @@ def _check_replayable(tape: Tape, name: str, target: str, trouble: dict[str, str
     for index in history:
         for result in tape.ops[index].results:
             if result in trouble:
-                raise TraceError(f"the initial value of {name} cannot be made again: {trouble[result]}", found=name)
+                raise TraceError(
+                    f"the initial value of {name} cannot be made again: {trouble[result]}", found=name
+                )
     made = [tape.ops[index].op for index, values in history.items() if values]
     if made and all(op.removeprefix("aten.").partition(".")[0] in _UNINITIALISED for op in made):
         raise TraceError(
@@ -183,7 +179,9 @@ def _saved(folder: str, parameters: list[g.Parameter]) -> tuple[list[str], dict[
     else:
         files = sorted(file.name for file in path.glob("*.safetensors"))
     if not files:
-        raise TraceError(f"{folder} has no .safetensors file; save the model with safetensors", key="model.path")
+        raise TraceError(
+            f"{folder} has no .safetensors file; save the model with safetensors", key="model.path"
+        )
     try:
         available = {key for name in files for key in safetensors_reader.read_header(path / name)[0]}
     except ArtifactError as error:

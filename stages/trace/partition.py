@@ -45,9 +45,9 @@ def cut(program: Program, granularity: str) -> list[int]:
     forced = {i for i in range(1, len(nodes)) if nodes[i].node.checkpoint != nodes[i - 1].node.checkpoint}
     for position in sorted(forced - allowed):
         raise TraceError(
-            f"{nodes[position].node.location}: module {nodes[position].node.module!r}: a checkpoint block begins or "
-            f"ends between a change in place and another use of the same tensor. Expected blocks that change only "
-            f"their own tensors"
+            f"{nodes[position].node.location}: module {nodes[position].node.module!r}: a checkpoint "
+            f"block begins or ends between a change in place and another use of the same tensor. "
+            f"Expected blocks that change only their own tensors"
         )
     units = blocks.units(nodes, program.tree, granularity)
     loss = _loss_start(program)
@@ -85,7 +85,7 @@ def _alias_spans(program: Program) -> Iterable[tuple[int, int]]:
     stored = {storage[name] for name in program.stored}
     weights = {storage[name] for name in program.tree.weights}
     for number, indices in touched.items():
-        if number in weights or number in changed and number in stored:
+        if number in weights or (number in changed and number in stored):
             yield min(indices), max(indices)
         elif number in changed:
             yield min(indices), changed[number]

@@ -10,18 +10,18 @@ from types import FrameType, TracebackType
 import torch
 
 _OWN = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(str(torch.__file__)).parent)
 
 
 def is_users(filename: str) -> bool:
     """Whether a source file belongs neither to PyTorch nor to this package's machinery."""
-    if filename.startswith("<") or filename.startswith(_TORCH):
+    if filename.startswith(("<", _TORCH)):
         return False
     return not filename.startswith(_OWN) or f"{_OWN}/models" in filename
 
 
 def user_place() -> str:
-    """"file:line" of the innermost frame of the user's on the current stack."""
+    """The "file:line" of the innermost frame of the user's on the current stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -58,7 +58,7 @@ def _innermost(trace: TracebackType | None, model: torch.nn.Module | None) -> tu
 
 
 def stack_place(stack: str | None) -> str:
-    """"file.py:line" of the innermost frame of the user's in a recorded stack trace."""
+    """The "file.py:line" of the innermost frame of the user's in a recorded stack trace."""
     place = ""
     for line in (stack or "").splitlines():
         if not line.lstrip().startswith('File "'):

@@ -59,7 +59,9 @@ def _region(
         start=start,
         end=end,
         inputs=[name for name in read if name not in parameters and name not in made],
-        outputs=[t.node.name for t in inside if last_read.get(t.node.name, -1) >= end or t.node.name in returned],
+        outputs=[
+            t.node.name for t in inside if last_read.get(t.node.name, -1) >= end or t.node.name in returned
+        ],
         parameters=stored,
         gradients=[name for name in stored if name in receiving],
         mutates=[name for name in stored if facts.storage[name] in changed],
@@ -88,15 +90,17 @@ def _name(region: g.Region, nodes: Sequence[Traced], units: Sequence[Unit]) -> s
         return "loss"
     inside = [traced.node for traced in nodes[region.start : region.end]]
     readers = [node.module for node in inside if set(region.parameters) & set(node_references(node))]
-    return next((module for module in [*reversed(readers), *(node.module for node in inside)] if module), "region")
+    return next(
+        (module for module in [*reversed(readers), *(node.module for node in inside)] if module), "region"
+    )
 
 
 def _values(
-    regions: Sequence[g.Region], nodes: Sequence[Traced], inputs: Mapping[str, g.TensorSpec], returned: set[str],
-    facts: Facts,
+    regions: Sequence[g.Region], nodes: Sequence[Traced], inputs: Mapping[str, g.TensorSpec],
+    returned: set[str], facts: Facts,
 ) -> list[g.Value]:  # fmt: skip
     specs = {traced.node.name: traced.specs[0] for traced in nodes if traced.specs} | dict(inputs)
-    producer = {name: -1 for name in inputs}
+    producer = dict.fromkeys(inputs, -1)
     producer |= {name: index for index, region in enumerate(regions) for name in region.outputs}
     sharing = Counter(facts.storage[name] for name in producer)
     numbers: dict[int, int] = {}

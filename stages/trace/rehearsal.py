@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
+from torch._C._autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stages.artifacts import graph as g
@@ -88,12 +89,12 @@ class _Run:
 
     def node(self, traced: Traced) -> None:
         node = traced.node
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._starts.append(_get_sequence_nr())
         try:
             result = self._call(node)
         except StageError:
             raise
-        except Exception as error:  # noqa: BLE001  (a boundary: any operator may raise anything)
+        except Exception as error:  # a boundary: any operator may raise anything
             raise TraceError(
                 f"{node.location}: module {node.module!r}: {node.op} does not run at the planned sizes "
                 f"{self._sizes}: {type(error).__name__}: {error}"
@@ -103,16 +104,19 @@ class _Run:
         if isinstance(result, torch.Tensor):
             self._enter(node.name, result)
             for name in traced.writes:  # in-place operators make their target require a gradient
-                if isinstance(self._tensors[name], torch.Tensor) and self._tensors[name].requires_grad:
+                target = self._tensors[name]
+                if isinstance(target, torch.Tensor) and target.requires_grad:
                     self.facts.requires_grad.add(name)
         elif found:
             self.facts.storage[node.name] = -1
-        for tensor, spec in zip(found, traced.specs):
+        for tensor, spec in zip(found, traced.specs, strict=True):
             self._check(node, tensor, spec)
 
     def _call(self, node: g.Node) -> object:
         args = [decode(arg, self._tensors.__getitem__, self._sizes, _CPU) for arg in node.args]
-        kwargs = {key: decode(arg, self._tensors.__getitem__, self._sizes, _CPU) for key, arg in node.kwargs.items()}
+        kwargs = {
+            key: decode(arg, self._tensors.__getitem__, self._sizes, _CPU) for key, arg in node.kwargs.items()
+        }
         with ExitStack() as stack:
             if node.no_grad:
                 stack.enter_context(torch.no_grad())
@@ -125,12 +129,13 @@ class _Run:
         expected = [g.evaluate_size(size, self._sizes) for size in spec.shape]
         if list(tensor.shape) != expected or operators.DTYPE_NAMES.get(tensor.dtype) != spec.dtype:
             raise TraceError(
-                f"{node.location}: module {node.module!r}: {node.op} gave {tensor.dtype} {list(tensor.shape)} at "
-                f"the planned sizes {self._sizes}; the trace says {spec.dtype} {expected}"
+                f"{node.location}: module {node.module!r}: {node.op} gave {tensor.dtype} "
+                f"{list(tensor.shape)} at the planned sizes {self._sizes}; "
+                f"the trace says {spec.dtype} {expected}"
             )
 
     def follow_gradients(self, loss: str | None) -> None:
-        """Walks autograd's graph from the loss: which node's operator each gradient of a weight comes from."""
+        """Walks autograd's graph from the loss: which node each gradient of a weight comes from."""
         root = self._tensors.get(loss or "")
         if not isinstance(root, torch.Tensor) or root.grad_fn is None:
             return

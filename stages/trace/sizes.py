@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from typing import Any
 
 import sympy
 import torch
@@ -15,7 +16,7 @@ from stages.artifacts import graph as g
 class UnsupportedSizeError(Exception):
     """A size that the grammar cannot express. `symbols` are the dimensions that must become static."""
 
-    def __init__(self, expression: sympy.Expr) -> None:
+    def __init__(self, expression: sympy.Basic) -> None:
         super().__init__(str(expression))
         self.symbols = frozenset(expression.free_symbols)
 
@@ -34,8 +35,8 @@ def to_size(value: object, names: Mapping[sympy.Symbol, str]) -> g.Size:
     raise TypeError(f"found a {type(value).__name__}; expected a size")
 
 
-def _convert(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> g.Size:
-    if isinstance(expression, sympy.Integer) or getattr(expression, "is_Integer", False):
+def _convert(expression: sympy.Basic, names: Mapping[sympy.Symbol, str]) -> g.Size:
+    if isinstance(expression, sympy.Integer):
         return int(expression)
     if isinstance(expression, sympy.Symbol):
         if expression not in names:
@@ -53,7 +54,7 @@ def _convert(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> g.Siz
     return _fold(operator, expression.args, names)
 
 
-def _operator(expression: sympy.Expr) -> str | None:
+def _operator(expression: sympy.Basic) -> str | None:
     if isinstance(expression, (FloorDiv, CleanDiv)):
         return "floordiv"
     if isinstance(expression, (Mod, PythonMod)):
@@ -65,7 +66,7 @@ def _operator(expression: sympy.Expr) -> str | None:
     return None
 
 
-def _sum(terms: Iterable[sympy.Expr], names: Mapping[sympy.Symbol, str]) -> g.Size:
+def _sum(terms: Iterable[Any], names: Mapping[sympy.Symbol, str]) -> g.Size:
     """Terms with a negative factor are subtracted, so that no product is negative."""
     ordered = sorted(terms, key=lambda term: (bool(term.could_extract_minus_sign()), str(term)))
     total = _convert(ordered[0], names)
@@ -77,8 +78,10 @@ def _sum(terms: Iterable[sympy.Expr], names: Mapping[sympy.Symbol, str]) -> g.Si
     return total
 
 
-def _fold(operator: str, terms: Iterable[sympy.Expr], names: Mapping[sympy.Symbol, str]) -> g.Size:
-    return reduce(lambda left, right: g.Expr(operator, left, right), (_convert(term, names) for term in terms))
+def _fold(operator: str, terms: Iterable[sympy.Basic], names: Mapping[sympy.Symbol, str]) -> g.Size:
+    return reduce(
+        lambda left, right: g.Expr(operator, left, right), (_convert(term, names) for term in terms)
+    )
 
 
 def tensor_spec(tensor: torch.Tensor, names: Mapping[sympy.Symbol, str]) -> g.TensorSpec:

@@ -1,6 +1,6 @@
 """The trace stage: a model and the shapes of a batch in, a RegionGraph out.
 
-    python -m stages.trace +model=gpt2 data.batch_size=4 data.seq_len=512
+python -m stages.trace +model=gpt2 data.batch_size=4 data.seq_len=512
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 from stages.artifacts import graph as g
 from stages.artifacts.errors import TraceError
 from stages.config import RunConfig
+from stages.region.interpreter import node_references
 from stages.trace import build, capture, gradients, nodes, parameters, partition, regions, rehearsal
 from stages.trace.blocks import Modules, Tree, units
 from stages.trace.build import Built
@@ -21,7 +22,6 @@ from stages.trace.capture import Batch, Captured
 from stages.trace.dimensions import dimensions_of
 from stages.trace.nodes import Converted, Traced
 from stages.trace.structure import tensors_in
-from stages.region.interpreter import node_references
 
 
 def run(config: RunConfig, mode: str = "train") -> g.RegionGraph:
@@ -192,9 +192,7 @@ def _modules(model: nn.Module) -> Modules:
 
 def _inputs(converted: Converted, batch: Batch) -> list[g.InputSpec]:
     paths = [["args" if path[0] == 0 else "kwargs", *path[1:]] for path, _ in tensors_in(batch)]
-    return [
-        g.InputSpec(name, path, spec) for (name, spec), path in zip(converted.inputs, paths, strict=True)
-    ]
+    return [g.InputSpec(name, path, spec) for (name, spec), path in zip(converted.inputs, paths, strict=True)]
 
 
 def _outputs(converted: Converted, captured: Captured, stored: list[g.Parameter]) -> list[g.OutputSpec]:
@@ -202,6 +200,8 @@ def _outputs(converted: Converted, captured: Captured, stored: list[g.Parameter]
     result = []
     for name, path in zip(converted.outputs, captured.output_paths, strict=True):
         if name in held:
-            raise TraceError(f"the model returns {name} itself as output {path}; expected values made in forward")
+            raise TraceError(
+                f"the model returns {name} itself as output {path}; expected values made in forward"
+            )
         result.append(g.OutputSpec(name, path))
     return result

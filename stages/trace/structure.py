@@ -64,7 +64,9 @@ class Flat(nn.Module):
         only_loss: Return the loss alone, so that nothing keeps other outputs alive.
     """
 
-    def __init__(self, module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], only_loss: bool) -> None:
+    def __init__(
+        self, module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], only_loss: bool
+    ) -> None:
         super().__init__()
         self.module = module
         self._batch = batch
@@ -96,6 +98,8 @@ def _warn_of_lost(value: Any) -> None:
     for _, item in _children(value):
         known = item is None or isinstance(item, (torch.Tensor, bool, int, float, str))
         if not known and not any(True for _ in _children(item)) and hasattr(item, "__dict__"):
-            warnings.warn(f"the model's output holds a {type(item).__name__}, which is not returned", stacklevel=3)
+            warnings.warn(
+                f"the model's output holds a {type(item).__name__}, which is not returned", stacklevel=3
+            )
         elif not known:
             _warn_of_lost(item)

@@ -23,26 +23,29 @@ from tests import reference
 
 SEED = 5
 _SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 96,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+    "vocab_size": 96,
 }  # fmt: skip
 _IDS = {"bos_token_id": 0, "eos_token_id": 0}
 _GROUPED = {**_SIZES, "num_key_value_heads": 1}
 
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96, **_IDS}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+_OPT = {**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}
+
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96, **_IDS}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "bert": ("BertForMaskedLM", "BertConfig", _SIZES),
-    "t5": ("T5ForConditionalGeneration", "T5Config", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
-                                                      "num_heads": 4, "vocab_size": 96}),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "bloom": ("BloomForCausalLM", "BloomConfig", _SIZES),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 16}),
     "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED),
-    "opt": ("OPTForCausalLM", "OPTConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-                                            "ffn_dim": 64, "vocab_size": 96, "word_embed_proj_dim": 32}),
+    "opt": ("OPTForCausalLM", "OPTConfig", _OPT),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", _SIZES),
     "vit": ("ViTForImageClassification", "ViTConfig", {**_SIZES, "image_size": 16, "patch_size": 8}),
-}  # fmt: skip
+}
 
 
 class ConvBn(nn.Module):
@@ -67,7 +70,9 @@ class Awkward(nn.Module):
         with torch.no_grad():
             self.pieces[20:].uniform_(-1, 1)
         self.overwritten = nn.Parameter(torch.randn(33).mul_(2).fill_(1.5))
-        self.after = nn.Parameter(torch.randn(31, dtype=torch.float64).float() * self.overwritten.detach()[:31])
+        self.after = nn.Parameter(
+            torch.randn(31, dtype=torch.float64).float() * self.overwritten.detach()[:31]
+        )
         rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
         self.tied = nn.Linear(7, 5)
         self.tied.weight = self.between.weight
@@ -102,8 +107,9 @@ def graph_of(config: ModelConfig, seed: int = SEED) -> g.RegionGraph:
     built = build.build(config, seed)
     stored, tensors = parameters.describe(built, built.model, {})
     graph = g.RegionGraph(
-        model=config.name, mode="train", precision="fp32", symbols={}, inputs=[], outputs=[], loss="", nodes=[],
-        regions=[], values=[], parameters=stored, initial=parameters.initial_values(built, stored, tensors),
+        model=config.name, mode="train", precision="fp32", symbols={}, inputs=[], outputs=[], loss="",
+        nodes=[], regions=[], values=[], parameters=stored,
+        initial=parameters.initial_values(built, stored, tensors),
     )  # fmt: skip
     return msgspec.json.decode(msgspec.json.encode(graph), type=g.RegionGraph)
 
@@ -226,7 +232,9 @@ def test_saved_weights_stream_from_their_files(saved: tuple[Path, dict[str, Tens
     assert_same(dict(iterate_initial(graph, 0)), real)
 
 
-def test_parameters_that_the_files_lack_keep_the_constructors_values(saved: tuple[Path, dict[str, Tensor]]) -> None:
+def test_parameters_that_the_files_lack_keep_the_constructors_values(
+    saved: tuple[Path, dict[str, Tensor]],
+) -> None:
     from safetensors.torch import load_file, save_file
 
     folder, real = saved
@@ -260,7 +268,8 @@ def test_making_initial_values_imports_no_tracing_library(tmp_path: Path) -> Non
     envelope.save(tmp_path / "graph.json", graph_of(transformer("gpt2")))
     code = (
         "import sys; from pathlib import Path\n"
-        "from stages.artifacts import envelope, graph as g; from stages.region.initial import iterate_initial\n"
+        "from stages.artifacts import envelope, graph as g\n"
+        "from stages.region.initial import iterate_initial\n"
         f"graph = envelope.load(Path({str(tmp_path / 'graph.json')!r}), g.RegionGraph)\n"
         "assert len(dict(iterate_initial(graph, 0))) == len(graph.parameters)\n"
         "unwanted = ('torch.export._trace', 'torch._dynamo', 'transformers', 'sympy', 'stages.trace.stage')\n"

@@ -10,7 +10,7 @@ import torch
 from stages.artifacts import envelope
 from stages.artifacts import graph as g
 from stages.region.interpreter import node_references
-from stages.trace.nodes import written
+from stages.trace.effects import written
 from tests import reference
 from tests.models_for_tests import BY_NAME, MODELS
 from tests.trace.tracing import built, run_regions, traced, weights_of
@@ -56,7 +56,8 @@ def test_in_16_bits_and_cut_finely_they_are_still_the_model(name: str) -> None:
     torch.manual_seed(3)
     run_regions(graph, weights, (), batch).backward()
     for key, parameter in model.named_parameters():
-        assert weights[key].grad is not None and parameter.grad is not None
+        assert weights[key].grad is not None
+        assert parameter.grad is not None
         assert torch.equal(weights[key].grad, parameter.grad), key
 
 
@@ -139,19 +140,27 @@ def test_equal_blocks_are_one_kind_and_different_ones_are_not() -> None:
 
 def test_the_loss_reads_no_weight_and_the_head_makes_no_loss() -> None:
     *_, head, loss = traced("gpt2").regions
-    assert loss.name == "loss" and not loss.parameters
-    assert head.name == "lm_head" and "transformer.wte.weight" in head.gradients
+    assert loss.name == "loss"
+    assert not loss.parameters
+    assert head.name == "lm_head"
+    assert "transformer.wte.weight" in head.gradients
 
 
 def test_fine_granularity_cuts_blocks_at_attention_and_mlp() -> None:
     names = [region.name for region in traced("gpt2", "bf16", "fine").regions]
-    assert names[1:5] == ["transformer.h.0.attn", "transformer.h.0.mlp", "transformer.h.1.attn", "transformer.h.1.mlp"]
+    assert names[1:5] == [
+        "transformer.h.0.attn",
+        "transformer.h.0.mlp",
+        "transformer.h.1.attn",
+        "transformer.h.1.mlp",
+    ]
 
 
 def test_a_block_called_twice_is_two_regions_that_both_give_gradients() -> None:
     again = [region for region in traced("block_twice").regions if region.name.startswith("again")]
     assert [region.name for region in again] == ["again", "again@1"]
-    assert again[0].kind == again[1].kind and again[0].gradients == again[1].gradients != []
+    assert again[0].kind == again[1].kind
+    assert again[0].gradients == again[1].gradients != []
 
 
 def test_tied_weights_are_one_parameter_with_all_names() -> None:
@@ -159,7 +168,8 @@ def test_tied_weights_are_one_parameter_with_all_names() -> None:
     names = {parameter.name: parameter.names for parameter in graph.parameters}
     assert names["embedding.weight"] == ["embedding.weight", "head.weight", "middle.weight"]
     assert names["left.weight"] == ["left.weight", "right.weight"]
-    assert "head.weight" not in names and "right.weight" not in names
+    assert "head.weight" not in names
+    assert "right.weight" not in names
     assert sum("embedding.weight" in region.gradients for region in graph.regions) >= 3
 
 
@@ -200,5 +210,6 @@ def test_random_nodes_are_those_that_draw() -> None:
 def test_nodes_know_their_module_and_line() -> None:
     for node in traced("gpt2").nodes:
         file, _, line = node.location.rpartition(":")
-        assert file.endswith(".py") and line.isdigit()
+        assert file.endswith(".py")
+        assert line.isdigit()
     assert {"transformer.h.0.attn.c_attn", "lm_head"} <= {node.module for node in traced("gpt2").nodes}

@@ -32,13 +32,19 @@ def built(small: SmallModel, seed: int = 0) -> nn.Module:
 def at(batch: Any, path: Iterable[str | int]) -> Any:
     """What lies at `path` in nested mappings, sequences and dataclasses."""
     for part in path:
-        batch = getattr(batch, str(part)) if hasattr(batch, str(part)) and not hasattr(batch, "keys") else batch[part]
+        batch = (
+            getattr(batch, str(part))
+            if hasattr(batch, str(part)) and not hasattr(batch, "keys")
+            else batch[part]
+        )
     return batch
 
 
 def weights_of(graph: g.RegionGraph, model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors in the graph's dtypes, as leaves of their own."""
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     result = {}
     for parameter in graph.parameters:
         source = own[parameter.name].detach() if parameter.name in own else decode_literal(parameter)
@@ -47,7 +53,9 @@ def weights_of(graph: g.RegionGraph, model: nn.Module) -> dict[str, Tensor]:
     return result
 
 
-def run_regions(graph: g.RegionGraph, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: Any) -> Tensor:
+def run_regions(
+    graph: g.RegionGraph, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: Any
+) -> Tensor:
     """The loss, from the regions one after another."""
     batch = {"args": args, "kwargs": kwargs}
     values = {spec.name: at(batch, spec.path) for spec in graph.inputs}
