@@ -104,7 +104,7 @@ class Session:
     def step_in_full(self, batch: Batch, *, lr: float | None = None) -> StepResult:
         """As `step`, with gradient norm, skip and timeline."""
         rate = self._learning_rate if lr is None else lr
-        return self._open_engine().step(self._structure.tensors(batch), rate)
+        return self._open_engine().step(self._structure.tensors(batch, self._graph.inputs), rate)
 
     def evaluate(self, batch: Batch) -> float:
         """The loss in evaluation mode, without gradients.
@@ -116,7 +116,7 @@ class Session:
             raise ConfigError(
                 "this session was not made for evaluation; make it with evaluate=True", key="evaluate"
             )
-        return self._open_engine().evaluate(self._structure.tensors(batch))
+        return self._open_engine().evaluate(self._structure.tensors(batch, self._graph.inputs))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and buffers now, as the model's own state dict has them.
@@ -209,6 +209,7 @@ def prepare(
         runtime=RuntimeConfig(lane=lane),
         precision=precision,
     )
+    structure = BatchStructure(model, batch)
     args, kwargs = arguments(batch)
     modes = ("train", "eval") if evaluate else ("train",)
     graphs = [
@@ -219,7 +220,6 @@ def prepare(
     ]
     measured = [_in_this_process(profile.run(config, graph)) for graph in graphs]
     evaluation = (graphs[1], measured[1]) if evaluate else None
-    structure = BatchStructure(model, batch, graphs[0])
     return Prepared(config, graphs[0], measured[0], evaluation, structure)
 
 
@@ -254,5 +254,18 @@ def _live_values(model: nn.Module, graph: g.RegionGraph) -> Iterator[tuple[str, 
         model.named_buffers(remove_duplicate=False)
     )
     for parameter in graph.parameters:
-        tensor = decode_literal(parameter) if parameter.literal is not None else held[parameter.name]
+        if parameter.literal is not None:
+            yield parameter.name, decode_literal(parameter)
+            continue
+        tensor = held.get(parameter.name)
+        shape = [g.evaluate_size(size, {}) for size in parameter.spec.shape]
+        if tensor is None or list(tensor.shape) != shape:
+            found = "nothing" if tensor is None else f"shape {list(tensor.shape)}"
+            raise ConfigError(
+                f"the model has {found} at {parameter.name}; the planned one has shape {shape} there. "
+                f"Give the model that was planned",
+                key="model",
+                found=found,
+                expected=str(shape),
+            )
         yield parameter.name, tensor.detach()

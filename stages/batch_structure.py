@@ -27,13 +27,12 @@ class BatchStructure:
 
     Args:
         batch: Keyword arguments as a mapping, or positional ones as a sequence.
-        graph: What was traced from it.
 
     Raises:
         DataError: The batch does not fit the model's forward, or holds an array that is no tensor.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, graph: g.RegionGraph) -> None:
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
         self._signature = inspect.signature(model.forward)
         args, kwargs = arguments(batch)
         leaves = dict(_leaves(self._bound(args, kwargs)))
@@ -46,21 +45,24 @@ class BatchStructure:
                     found=type(constant).__name__,
                     expected="torch.Tensor",
                 )
-        self._inputs = {self._place(spec.path): spec.name for spec in graph.inputs}
 
-    def tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's tensors by graph input.
+    def tensors(self, batch: Batch, inputs: Sequence[g.InputSpec]) -> dict[str, torch.Tensor]:
+        """The tensors of a later batch, by graph input.
+
+        Args:
+            inputs: Of the graph that was traced from the planned batch.
 
         Raises:
             DataError: A tensor is missing, one too many, or another value is not the traced one.
         """
         leaves = dict(_leaves(self._bound(*arguments(batch))))
         found = {}
-        for path, name in self._inputs.items():
+        for spec in inputs:
+            path = self._place(spec.path)
             tensor = leaves.pop(path, _NOTHING)
             if not isinstance(tensor, torch.Tensor):
                 raise _unexpected(path, tensor, "a tensor")
-            found[name] = tensor
+            found[spec.name] = tensor
         for path, expected in self._constants.items():
             value = leaves.pop(path, _NOTHING)
             if not _equal(value, expected):

@@ -24,7 +24,7 @@ from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Plan
 from stages.config import RuntimeConfig, TiersConfig
 from stages.runtime.compute import Compute
-from stages.solve.least_budget import most_frugal, solution
+from stages.solve.least_budget import most_frugal
 from stages.solve.solvers import SOLVERS
 from stages.solve.solvers.task import Solution, Task, realise
 from tests import reference
@@ -51,9 +51,7 @@ def prepared(model: nn.Module, batch: Any, **settings: Any) -> Prepared:
 
 def placed(prepared: Prepared, disk: Path, lane: str = "cpu") -> Prepared:
     """The same model with its disk tier in `disk`."""
-    config = replace(
-        prepared.config, tiers=TiersConfig(disk=str(disk)), runtime=RuntimeConfig(lane=lane)
-    )
+    config = replace(prepared.config, tiers=TiersConfig(disk=str(disk)), runtime=RuntimeConfig(lane=lane))
     return replace(prepared, config=config)
 
 
@@ -94,7 +92,7 @@ def forced(prepared: Prepared, activations: str, **changes: Any) -> Plan:
         choice = most_frugal(task.estimator)
         made = [activations if region.backward else "keep" for region in task.problem.regions]
         candidate = realise(task, replace(choice, activations=made, values=frozenset(), **changes))
-        return solution(task, "resident", candidate, candidate)
+        return Solution("forced", candidate.program, candidate.simulation, task.budget_bytes)
 
     with mock.patch.dict(SOLVERS, {prepared.config.solver.name: solve}):
         plan = prepared.plan(AMPLE)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from stages.api import Session
 from stages.artifacts.errors import ConfigError
 from tests import reference
-from tests.cases.sessions import LEARNING_RATE, SEED, assert_same_tensors, frugal, prepared_small, seeded, train
+from tests.cases.sessions import (
+    LEARNING_RATE,
+    SEED,
+    assert_same_tensors,
+    frugal,
+    prepared_small,
+    seeded,
+    train,
+)
 from tests.models_for_tests import BY_NAME
 
 #: one with dropout and a tied weight; one with running statistics that evaluation reads
@@ -95,4 +103,6 @@ def test_a_session_without_evaluation_says_how_to_get_it(tmp_path: Path) -> None
 def hooks_of(model: nn.Module) -> list[tuple[str, int]]:
     """How many hooks each module has; a model is left as it was given."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [(name, sum(len(getattr(module, kind)) for kind in kinds)) for name, module in model.named_modules()]
+    return [
+        (name, sum(len(getattr(module, kind)) for kind in kinds)) for name, module in model.named_modules()
+    ]
