@@ -40,6 +40,8 @@ def trace_key(config: RunConfig) -> str:
             "precision": config.precision,
             "device": config.device.name,
             "trace": dataclasses.asdict(config.trace),
+            # a constructor may branch on drawn numbers; the record then holds for one seed
+            "seed": config.seed,
             "code": _code("stages.trace.stage"),
             **_common(),
         }

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from stages.region.interpreter import RegionFunction
@@ -147,11 +148,15 @@ def backward(
     names = list(tape.leaves)
     if not roots or not names:
         return dict.fromkeys(names)
-    gradients = torch.autograd.grad(
-        outputs=[edge for edge, _ in roots],
-        inputs=[tape.leaves[name] for name in names],
-        grad_outputs=[gradient for _, gradient in roots],
-        allow_unused=True,
+    # torch.autograd.grad would compare the gradients' shapes with sympy, whose import takes 35 MB
+    gradients = Variable._execution_engine.run_backward(
+        tuple(edge for edge, _ in roots),
+        tuple(gradient for _, gradient in roots),
+        False,  # keep_graph
+        False,  # create_graph
+        tuple(tape.leaves[name] for name in names),
+        True,  # allow_unreachable: None for leaves that nothing reaches
+        False,  # accumulate_grad
     )
     return dict(zip(names, gradients, strict=True))
 
@@ -160,9 +165,7 @@ def backward(
 def _keeping(tape: Tape, tensors: Mapping[str, torch.Tensor], lookup: Lookup) -> Iterator[None]:
     """Packs saved tensors as handles where a named tensor holds the bytes, else in shared holders."""
     named = _NamedSpans(tensors)
-    # weak: autograd keeps this closure until its last saved tensor is gone, and a storage must leave
-    # with the last view of it
-    holders: weakref.WeakValueDictionary[int, _Holder] = weakref.WeakValueDictionary()
+    holders: dict[int, _Holder] = {}
 
     def pack(tensor: torch.Tensor) -> _Handle | _Saved:
         handle = named.handle(tensor)
@@ -186,6 +189,9 @@ def _keeping(tape: Tape, tensors: Mapping[str, torch.Tensor], lookup: Lookup) ->
 
     with saved_tensors_hooks(pack, unpack):
         yield
+    # each graph node keeps `pack`, and so this table, alive: left full, it would hold every saved
+    # storage until the last node of backward has run
+    holders.clear()
 
 
 class _NamedSpans:
