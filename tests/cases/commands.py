@@ -33,8 +33,8 @@ def run(
 ) -> Finished:
     """`python -m stages.run ARGUMENTS` in `folder`, artifacts and scratch there too."""
     out = folder / name
-    line = [sys.executable, "-m", "stages.run", *arguments, f"hydra.run.dir={out}", f"store={folder / 'store'}"]
-    line.append(f"tiers.disk={folder / 'disk'}")
+    line = [sys.executable, "-m", "stages.run", *arguments]
+    line += [f"hydra.run.dir={out}", f"store={folder / 'store'}", f"tiers.disk={folder / 'disk'}"]
     paths = [str(ROOT), str(folder)]
     done = subprocess.run(
         line,

@@ -95,11 +95,17 @@ def test_everything_comes_back_after_a_failure_too(tmp_path: Path) -> None:
     model = seeded(Deep)
     before = prepared(model, BATCHES[0], disk=str(tmp_path))
     threads = threading.active_count()
-    with pytest.raises(ZeroDivisionError), Session(model, before, frugal(before)) as session:
-        session.step(BATCHES[0])
-        raise ZeroDivisionError
+    plan = frugal(before)
+
+    def fail() -> None:
+        with Session(model, before, plan) as session:
+            session.step(BATCHES[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     with pytest.raises(ConfigError, match="Give the model that was planned"):
-        Session(nn.Linear(1, 1), before, frugal(before))
+        Session(nn.Linear(1, 1), before, plan)
     gc.collect()
     assert threading.active_count() == threads
     assert list(tmp_path.rglob("*")) == []
