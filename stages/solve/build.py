@@ -7,6 +7,7 @@ from collections import Counter
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.graph import (
+    BYTES_PER_ELEMENT,
     Parameter,
     Region,
     RegionGraph,
@@ -57,7 +58,13 @@ def build_problem(graph: RegionGraph, costs: Costs) -> Problem:
         baseline_bytes=costs.baseline_bytes,
         stage_peak_bytes=max(costs.stage_peak_bytes.values(), default=0),
         allocator_overhead_ppm=costs.allocator_overhead_ppm,
+        initial_bytes=max((_initial_bytes(parameter) for parameter in graph.parameters), default=0),
     )
+
+
+def _initial_bytes(parameter: Parameter) -> int:
+    """A parameter as its constructor makes it, before the cast to the precision."""
+    return element_count(parameter.spec, {}) * BYTES_PER_ELEMENT[parameter.initial_dtype]
 
 
 def _regions_with_backward(graph: RegionGraph) -> list[bool]:

@@ -178,7 +178,9 @@ class Estimator(Positions):
         for position in range(self.count + 1, self.positions, 2):
             work[position] = updating
         work[-1] = updating
-        return list(map(add, accumulate(change[:-1]), work))
+        held = list(map(add, accumulate(change[:-1]), work))
+        held[0] = max(held[0], self.problem.initial_bytes)  # before the first step
+        return held
 
     @staticmethod
     def _apply(change: list[int], difference: Change, sign: int) -> None:

@@ -131,6 +131,8 @@ class Problem:
     baseline_bytes: int
     stage_peak_bytes: int
     allocator_overhead_ppm: int
+    #: the largest initial value, which is made whole before the first step
+    initial_bytes: int = 0
 
     @cached_property
     def updated(self) -> tuple[PlannedParameter, ...]:
