@@ -30,8 +30,11 @@ def padded(model: SmallModel, count: int) -> list[dict[str, Tensor]]:
     return batches
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", [GPT2, BERT], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [(GPT2, "fp32"), (GPT2, "bf16"), (BERT, "fp32")],
+    ids=lambda part: getattr(part, "name", part),
+)
 def test_labels_and_attention_mask_train(model: SmallModel, precision: str, tmp_path: Path) -> None:
     batches = padded(model, 3)
     built = seeded(model.build)

@@ -76,11 +76,11 @@ def test_training_goes_on_as_if_nothing_had_been_evaluated(name: str, lane: str,
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_evaluations_change_nothing_in_16_bit(precision: str, tmp_path: Path) -> None:
     model = BY_NAME["gpt2"]
-    batches = model.batches(6)
+    batches = model.batches(4)
     built = seeded(model.build)
     before = prepared_small("gpt2", tmp_path, evaluate=True, precision=precision)
     with Session(built, before, frugal(before)) as session:
-        with_none = train(session, batches, steps=6)
+        with_none = train(session, batches, steps=4)
     with Session(built, before, frugal(before)) as session:
         torch.manual_seed(SEED)
         losses = []

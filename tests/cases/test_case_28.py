@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator
@@ -43,7 +42,6 @@ def train_dropping(model: nn.Module, before: Prepared, plan: Any) -> reference.R
     result = reference.Result(losses=[], final={}, masters={}, rng_states=[])
     with Session(model, before, plan) as session:
         del model
-        gc.collect()
         torch.manual_seed(SEED)
         for batch in BATCHES:
             copy = {name: tensor.clone() for name, tensor in batch.items()}
