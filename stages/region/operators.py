@@ -39,7 +39,10 @@ MEMORY_FORMAT_NAMES = {value: name for name, value in MEMORY_FORMATS.items()}
 
 SPECIAL_FLOATS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
-_NAME = re.compile(r"aten\.([a-z][a-z0-9_]*|_[a-z][a-z0-9_]*|__[a-z]+__)\.([A-Za-z][A-Za-z0-9_]*)")
+#: `x.T` and its kin are the only computations with capitals in their names
+_NAME = re.compile(
+    r"aten\.(numpy_T|matrix_H|mT|mH|[a-z][a-z0-9_]*|_[a-z][a-z0-9_]*|__[a-z]+__)\.([A-Za-z][A-Za-z0-9_]*)"
+)
 
 #: private operators that eager code or the history of initial values really contains
 _PRIVATE = {
@@ -47,8 +50,11 @@ _PRIVATE = {
     "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_grouped_mm", "_linalg_det", "_linalg_eigh",
     "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax", "_neg_view",
     "_pack_padded_sequence", "_pad_packed_sequence", "_reshape_alias", "_reshape_copy",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_softmax", "_stack", "_to_copy", "_trilinear", "_unsafe_index", "_unsafe_index_put", "_unsafe_view",
+    "_sample_dirichlet", "_scaled_dot_product_flash_attention_for_cpu",
+    "_softmax", "_stack", "_standard_gamma", "_to_copy", "_trilinear",
+    "_unsafe_index", "_unsafe_index_put", "_unsafe_view",
+    "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
     "_weight_norm", "_weight_norm_interface",
 }  # fmt: skip
 

@@ -43,7 +43,8 @@ class Transfers:
             return self._disk.read_into(as_bytes(slot), extent)
         if buffer.role == "saved":
             return self._read_saved(compute.region_index(buffer.owner), extent, compute)
-        layout = step.away.pop(buffer.id, None)
+        # it stays: a value may be read back for a late reader, and again for its backward
+        layout = step.away.get(buffer.id)
         if layout is None:
             return 0  # nothing was written: no gradient reached this parameter or value
         tensor = layout.new_tensor()

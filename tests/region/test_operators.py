@@ -16,6 +16,7 @@ COMPUTATIONS = [
     "aten.linear.default", "aten.scaled_dot_product_attention.default", "aten.lstm.input",
     "aten.batch_norm.default", "aten.add_.Tensor", "aten.__and__.Tensor", "aten.div.Tensor_mode",
     "aten.cross_entropy_loss.default", "aten.dropout.default", "aten.split.Tensor", "aten.einsum.default",
+    "aten.numpy_T.default", "aten.mT.default", "aten._upsample_bilinear2d_aa.default",
 ]  # fmt: skip
 
 REFUSED = [
