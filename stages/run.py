@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages import keys
-from stages.artifacts.errors import ArtifactError, StageError
+from stages.artifacts.errors import ArtifactError, ConfigError, StageError
 from stages.artifacts.store import Store
 from stages.config import RunConfig, format_size, load_composed, save_composed
 from stages.process import (
@@ -159,6 +159,22 @@ def say(message: str) -> None:
     print(f"[stages] {message}", flush=True)
 
 
+def require_device(config: RunConfig) -> None:
+    """Refuses a device that no lane serves, rather than train on another one.
+
+    Raises:
+        ConfigError: The device is not the CPU.
+    """
+    if config.device.name not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device={config.device.name} has no lane in this version, which trains on the CPU. "
+            f"Use device=cpu, or leave it out",
+            key="device",
+            found=config.device.name,
+            expected="auto or cpu",
+        )
+
+
 def run_composed(arguments: list[str]) -> int:
     """Runs the job whose configuration has been composed; returns the exit code."""
     parser = argparse.ArgumentParser()
@@ -171,6 +187,7 @@ def run_composed(arguments: list[str]) -> int:
     (run_folder / "error.json").unlink(missing_ok=True)
     try:
         config = load_composed(parsed.composed)
+        require_device(config)
         budget = format_size(config.budget_bytes)
         say(f"{config.model.name}, budget {budget}, {config.precision}, run folder {run_folder}")
         store = Store(Path(config.store) if config.store else None)

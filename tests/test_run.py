@@ -62,7 +62,7 @@ def start(folder: Path, only: str = "", **changes: str) -> int:
         data=DataConfig(name="text"),
         optimizer=OptimizerConfig(name="adamw"),
         solver=SolverConfig(name=changes.pop("solver", "resident")),
-        device=DeviceConfig(name="cpu"),
+        device=DeviceConfig(name=changes.pop("device", "cpu")),
         **{"budget": "1GB", "store": str(folder / "store"), **changes},
     )
     file = folder / "config.json"
@@ -148,3 +148,9 @@ def test_an_old_error_does_not_outlive_a_run_that_succeeds(tmp_path: Path, child
     (tmp_path / "out" / "error.json").write_text("{}")
     start(tmp_path)
     assert not (tmp_path / "out" / "error.json").exists()
+
+
+def test_a_device_without_a_lane_is_refused_not_replaced(tmp_path: Path, children: Children) -> None:
+    assert start(tmp_path, device="cuda") == 2
+    assert json.loads((tmp_path / "out" / "error.json").read_text())["key"] == "device"
+    assert children.started == []

@@ -31,6 +31,8 @@ class Placing:
         self._state = state
         self._kernel = kernel
         self._disk = disk
+        #: a new scratch file reads as zeros, which is what most optimizer state starts from
+        self._disk_is_new = True
         self._homes: dict[tuple[str, str], list[Buffer]] = {}
         for buffer in state.buffers.values():
             self._homes.setdefault((buffer.owner, buffer.role), []).append(buffer)
@@ -46,6 +48,7 @@ class Placing:
                 self._state.persistent[name] = tensor.detach().clone(memory_format=torch.preserve_format)
             del tensor
         assert not missing, f"no initial value for {sorted(missing)}"
+        self._disk_is_new = False
         self._state.update_counts.clear()
 
     def _load_parameter(self, parameter: g.Parameter, tensor: torch.Tensor) -> None:
@@ -80,6 +83,8 @@ class Placing:
             piece = make(whole[buffer.start + start : buffer.start + stop])
             if buffer.extent is None:
                 self._state.slot(buffer)[start:stop].copy_(piece)
+                continue
+            if self._disk_is_new and buffer.role == "state" and not piece.any():
                 continue
             assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
             self._disk.write_from(as_bytes(piece), buffer.extent + start * piece.element_size())

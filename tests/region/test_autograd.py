@@ -158,4 +158,5 @@ def test_dropped_activations_leave_an_empty_tape() -> None:
     )
     assert set(outputs) == {"x", "d1"}
     assert not outputs["x"].requires_grad
-    assert tape.outputs == {} and tape.storages() == []
+    assert tape.outputs == {}
+    assert tape.storages() == []
