@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.export._trace
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -111,8 +114,14 @@ def _environment(program: ExportedProgram) -> ShapeEnv:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Export warns of what is handled here: weights listed in attributes, unused outputs."""
-    with warnings.catch_warnings():
+    """Export warns of what is handled here: weights listed in attributes, unused outputs.
+
+    Where it fails, it prints the whole graph so far, which would bury the one message of a refusal.
+    """
+    symbols = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    unprinted = mock.patch.object(torch.export._trace, "print", lambda *_, **__: None, create=True)
+    quiet = mock.patch.object(symbols, "disabled", True)
+    with warnings.catch_warnings(), unprinted, quiet:
         warnings.filterwarnings("ignore", message=".*were assigned during export.*")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         yield
