@@ -25,14 +25,35 @@ Lookup = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Span:
+    """A strided view of a storage. `conjugate` and `negative`: what complex numbers leave to be done
+    to the bytes when they are read (`x.conj()`, `x.conj().imag`)."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Span:
+        return Span(tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+    def view(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+        """The tensor again, `offset` elements into `storage`."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = empty.set_(storage, offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conjugate else tensor
+        return torch._neg_view(tensor) if self.negative else tensor
+
+
+@dataclass(frozen=True)
 class _Handle:
     """A saved view of a named tensor: where it lies relative to that tensor's first element."""
 
     name: str
-    dtype: torch.dtype
     byte_offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    span: Span
 
 
 class _Holder:
@@ -51,10 +72,8 @@ class _Saved:
     """A saved view of a storage that no name stands for."""
 
     holder: _Holder
-    dtype: torch.dtype
     offset: int  # in elements
-    size: torch.Size
-    stride: tuple[int, ...]
+    span: Span
 
 
 @dataclass
@@ -176,16 +195,16 @@ def _keeping(tape: Tape, tensors: Mapping[str, torch.Tensor], lookup: Lookup) ->
         if holder is None:
             holder = holders[storage._cdata] = _Holder(storage)
             tape._holders.append(weakref.ref(holder))
-        return _Saved(holder, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _Saved(holder, tensor.storage_offset(), Span.of(tensor))
 
     def unpack(packed: _Handle | _Saved) -> torch.Tensor:
         if isinstance(packed, _Saved):
             if packed.holder.storage is None:
                 raise RuntimeError("saved activations are needed while they are away")
-            return _view(packed.holder.storage, packed.dtype, packed.offset, packed.size, packed.stride)
+            return packed.span.view(packed.holder.storage, packed.offset)
         base = lookup(packed.name)
         offset = base.storage_offset() + packed.byte_offset // base.element_size()
-        return _view(base.untyped_storage(), packed.dtype, offset, packed.size, packed.stride)
+        return packed.span.view(base.untyped_storage(), offset)
 
     with saved_tensors_hooks(pack, unpack):
         yield
@@ -211,7 +230,7 @@ class _NamedSpans:
         end = address + span_bytes(tensor)
         for start, stop, name, dtype in self._spans:
             if start <= address and end <= stop and dtype == tensor.dtype:
-                return _Handle(name, dtype, address - start, tensor.size(), tensor.stride())
+                return _Handle(name, address - start, Span.of(tensor))
         return None
 
 
@@ -221,12 +240,6 @@ def span_bytes(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _view(
-    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]
-) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def _drop(tensor: torch.Tensor) -> None:

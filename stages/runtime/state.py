@@ -10,24 +10,23 @@ import torch
 from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer, Plan
 from stages.region import operators
-from stages.region.autograd import Tape
+from stages.region.autograd import Span, Tape
 from stages.runtime.tiers.arena import Arena
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Shape, strides in elements and dtype of a tensor that is away."""
+    """How a tensor that is away reads its bytes."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    span: Span
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        return Layout(tensor.size(), tensor.stride(), tensor.dtype)
+        return Layout(Span.of(tensor))
 
     def new_tensor(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        made = torch.empty_strided(self.span.size, self.span.stride, dtype=self.span.dtype)
+        return self.span.view(made.untyped_storage(), 0)
 
 
 @dataclass

@@ -160,3 +160,34 @@ def test_dropped_activations_leave_an_empty_tape() -> None:
     assert not outputs["x"].requires_grad
     assert tape.outputs == {}
     assert tape.storages() == []
+
+
+def test_lazily_conjugated_tensors_are_saved_as_such() -> None:
+    nodes = [
+        _node("z", "view_as_complex.default", _ref("x")),
+        _node("conjugate", "conj.default", _ref("z")),
+        _node("imaginary", "imag.default", _ref("conjugate")),
+        _node("product", "mul.Tensor", _ref("conjugate"), _ref("w")),
+        _node("real", "real.default", _ref("product")),
+        _node("scaled", "mul.Tensor", _ref("real"), _ref("imaginary")),
+        _node("loss", "sum.default", _ref("scaled")),
+    ]
+    region = g.Region("whole", 0, 0, 7, ["x"], ["loss"], ["w"], ["w"])
+    tensors = {"x": torch.randn(6, 2), "w": torch.randn(6, dtype=torch.complex64)}
+    _, tape = autograd.forward(
+        RegionFunction(_graph(nodes, [region]), region, _CPU),
+        tensors,
+        {},
+        gradients_of=frozenset({"x", "w"}),
+        keep=True,
+        lookup=tensors.__getitem__,
+    )
+    found = autograd.backward(tape, {"loss": torch.ones(())}, {})
+
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    conjugate = torch.view_as_complex(leaves["x"]).conj()
+    ((conjugate * leaves["w"]).real * conjugate.imag).sum().backward()
+    for name, leaf in leaves.items():
+        gradient = found[name]
+        assert gradient is not None
+        assert torch.equal(gradient, leaf.grad)  # type: ignore[arg-type]
