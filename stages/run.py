@@ -101,7 +101,8 @@ class Pipeline:
         """Finds the artifacts of `stage` in the store, or makes them, and copies them to the run folder."""
         key = self._key(stage)
         paths = {kind: self.store.path(stage, key, kind) for kind in PRODUCTS[stage]}
-        if self.store.holds(stage, key, PRODUCTS[stage]):
+        reused = self.store.holds(stage, key, PRODUCTS[stage])
+        if reused:
             if may_run:
                 say(f"{stage}: unchanged, reused from the store ({key})")
         elif may_run:
@@ -118,6 +119,8 @@ class Pipeline:
         self.artifacts |= {
             ("predicted" if kind == "timeline" else kind): path for kind, path in paths.items()
         }
+        if stage == "solve" and reused:
+            self._start("solve", self.artifacts, {}, what="check of the plan")
         for kind, path in paths.items():
             if kind != "timeline":
                 shutil.copyfile(path, self.run_folder / path.name)
@@ -129,8 +132,10 @@ class Pipeline:
             return keys.profile_key(self.config, self.artifacts["graph"])
         return keys.solve_key(self.config, self.artifacts)
 
-    def _start(self, stage: str, inputs: dict[str, Path], outputs: dict[str, Path], key: str = "") -> None:
-        say(f"{stage}: started")
+    def _start(
+        self, stage: str, inputs: dict[str, Path], outputs: dict[str, Path], key: str = "", what: str = ""
+    ) -> None:
+        say(f"{stage}: {what or 'started'}")
         begin = time.monotonic()
         if stage == "report":
             command = [sys.executable, "-m", MODULES[stage], str(self.run_folder)]

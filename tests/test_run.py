@@ -86,7 +86,8 @@ def test_the_same_command_again_trains_again_and_reuses_the_rest_and_says_so(
     start(tmp_path)
     children.started.clear()
     start(tmp_path)
-    assert children.started == ["runtime", "report"]
+    assert children.started == ["solve", "runtime", "report"]
+    assert "plan" in children.inputs["solve"], "a plan from the store is verified, not made"
     said = capsys.readouterr().out
     assert all(f"{stage}: unchanged" in said for stage in ("trace", "profile", "solve"))
 
@@ -109,7 +110,7 @@ def test_each_stage_runs_alone_after_the_one_before(tmp_path: Path, children: Ch
         assert start(tmp_path, only=stage) == 0
     assert children.started == ["trace", "profile", "solve"]
     assert start(tmp_path, only="runtime") == 0
-    assert children.started[3:] == ["runtime", "report"]
+    assert children.started[3:] == ["solve", "runtime", "report"]  # the plan is verified
 
 
 @pytest.mark.parametrize(

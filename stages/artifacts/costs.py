@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.artifacts.graph import Integer, Struct
+from stages.artifacts.graph import Natural, Struct
 
 
 class RegionCost(Struct):
@@ -12,38 +12,38 @@ class RegionCost(Struct):
     weights are always counted elsewhere, and whatever else a field names.
     """
 
-    kind: Integer
-    forward_ns: Integer
-    backward_ns: Integer  # activations at hand
+    kind: Natural
+    forward_ns: Natural
+    backward_ns: Natural  # activations at hand
     #: held from forward to backward when activations are kept, beyond inputs and weights
     #: (deduplicated by storage; an output that autograd saves counts here too)
-    saved_bytes: Integer
+    saved_bytes: Natural
     #: sizes of those storages in the order in which they were first saved; sums to saved_bytes
-    saved_storages: list[Integer]
+    saved_storages: list[Natural]
     #: peak during a forward that keeps activations, beyond inputs and weights: outputs and
     #: saved tensors are included
-    forward_peak_bytes: Integer
+    forward_peak_bytes: Natural
     #: the same for a forward that drops activations: outputs are included
-    dropped_forward_peak_bytes: Integer
+    dropped_forward_peak_bytes: Natural
     #: peak during backward, beyond inputs, weights, gradients of outputs and the `saved_bytes`
     #: at hand when it starts: gradients of weights and of inputs are included
-    backward_peak_bytes: Integer
+    backward_peak_bytes: Natural
 
 
 class LinkCost(Struct):
     """One direction of a link. Bandwidths are in bytes per second."""
 
     name: str  # "disk_read", "disk_write"
-    latency_ns: Integer
-    bytes_per_s: Integer
-    contended_bytes_per_s: Integer  # while the other direction runs too
+    latency_ns: Natural
+    bytes_per_s: Natural
+    contended_bytes_per_s: Natural  # while the other direction runs too
 
 
 class StateSpec(Struct):
     """One state tensor that the optimizer keeps of a parameter."""
 
     name: str  # "exp_avg", "exp_avg_sq", "momentum_buffer", ...
-    elements: Integer
+    elements: Natural
     dtype: str
 
 
@@ -53,24 +53,24 @@ class OptimizerCost(Struct):
     implementation: str  # "fused_adamw", "torch.optim.Adafactor", ...
     #: elementwise: may be updated in pieces (multiples of 1024 elements); else whole parameters
     chunkable: bool
-    elements_per_s: Integer
-    latency_ns: Integer
+    elements_per_s: Natural
+    latency_ns: Natural
     states: dict[str, list[StateSpec]]  # parameter with requires_grad -> its states
     #: peak memory of an update beyond weight, master, gradient and state, per element updated
-    workspace_bytes_per_element: Integer = 0
+    workspace_bytes_per_element: Natural = 0
 
 
 class Costs(Struct):
     device: str  # "cpu"
-    threads: Integer
+    threads: Natural
     source: str  # "measured" | "roofline"
     #: resident memory of a training process with all libraries, thread stacks and kernel caches,
     #: but no tensor
-    baseline_bytes: Integer
+    baseline_bytes: Natural
     #: largest peak of the processes before training ("trace", "profile"): no budget may be under it
-    stage_peak_bytes: dict[str, Integer]
+    stage_peak_bytes: dict[str, Natural]
     regions: list[RegionCost]
     links: list[LinkCost]
     optimizer: OptimizerCost
     #: extra memory that the allocator holds per live byte, in parts per million
-    allocator_overhead_ppm: Integer = 0
+    allocator_overhead_ppm: Natural = 0

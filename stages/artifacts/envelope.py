@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from stages.artifacts.checks import check_graph
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.graph import RegionGraph, Struct
@@ -110,11 +111,14 @@ def load_with_provenance(path: Path, record: type[Artifact]) -> tuple[Artifact, 
                 f"{path} has schema version {header.schema_version}; expected {SCHEMA_VERSION}. "
                 f"Make it again with this version"
             )
-        return msgspec.json.decode(header.content, type=record), header.provenance
+        content = msgspec.json.decode(header.content, type=record)
     except FileNotFoundError as error:
         raise ArtifactError(f"{path} does not exist; run the stage that makes it first") from error
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise ArtifactError(f"{path} is not a valid {expected}: {error}. Delete it and run again") from error
+    if isinstance(content, RegionGraph):
+        check_graph(content)
+    return content, header.provenance
 
 
 def content_hash(path: Path) -> str:

@@ -14,6 +14,8 @@ import msgspec
 
 #: no size, offset or count of ours is larger; a crafted one would only fail later and less clearly
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+#: a number of bytes, elements or nanoseconds
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -240,10 +242,10 @@ def evaluate_size(size: Size, symbols: dict[str, int]) -> int:
     if isinstance(size, str):
         return symbols[size]
     left, right = evaluate_size(size.left, symbols), evaluate_size(size.right, symbols)
-    return _OPERATORS[size.operator](left, right)
+    return SIZE_OPERATORS[size.operator](left, right)
 
 
-_OPERATORS = {
+SIZE_OPERATORS = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
