@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stages.trace import python_state
+
 Path = list[str | int]
 
 
@@ -75,7 +77,8 @@ class Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = replaced(self._batch, iter(tensors))
-        output = self.module(*args, **kwargs)
+        with python_state.refused(self.module):
+            output = self.module(*args, **kwargs)
         found = list(tensors_in(output))
         _warn_of_lost(output)
         loss = find_loss(found)
