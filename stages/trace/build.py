@@ -20,6 +20,7 @@ from stages.trace.history import History, recording
 from stages.trace.places import error_place
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF_PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,16 @@ def copied(model: nn.Module) -> Built:
     """The caller's own module as a fake copy; the module itself is left alone."""
     _refuse_shared_storage(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with FakeCopyMode(mode):
-        copy = deepcopy(model)
+    memo: dict[int, Any] = {}
+    try:
+        with FakeCopyMode(mode):
+            copy = deepcopy(model, memo)
+    except Exception as error:  # a boundary: attributes of any type may refuse to be copied
+        raise TraceError(
+            f"{type(model).__name__} cannot be copied for tracing: {type(error).__name__}: {error}. Expected "
+            f"attributes that copy.deepcopy takes; a torch.Generator, an open file or a lock is none",
+            found=type(error).__name__,
+        ) from error
     for part in copy.modules():
         settings: Any = getattr(part, "config", None)
         if getattr(settings, "use_cache", False):
@@ -188,8 +197,23 @@ def cast_parameters(built: Built, precision: str) -> None:
     """Casts floating parameters, not buffers, to the compute dtype; tied ones stay tied.
 
     fp32 leaves every parameter as the constructor made it.
+
+    Raises:
+        TraceError: In fp32, a parameter that trains has 16 bits: updates without a master would lose
+            most of each step, and with one they are those of another precision.
     """
     if precision == "fp32":
+        for name, parameter in built.model.named_parameters():
+            if parameter.requires_grad and parameter.dtype in _HALF_PRECISION:
+                dtype = _HALF_PRECISION[parameter.dtype]
+                raise TraceError(
+                    f"parameter {name!r} that trains is {str(parameter.dtype).removeprefix('torch.')}, and "
+                    f"precision=fp32 keeps no fp32 master of it. Use precision={dtype}, or call .float() on "
+                    f"the model",
+                    key="precision",
+                    found="fp32",
+                    expected=dtype,
+                )
         return
     dtype = COMPUTE_DTYPES[precision]
     originals: list[nn.Parameter] = []  # kept, so that no id is used twice

@@ -49,3 +49,13 @@ def is_random(op: str, args: list[Any], kwargs: dict[str, Any]) -> bool:
         if argument.name in ("train", "training") and value is False:
             return False
     return True
+
+
+def sends_sparse_gradient(op: str, args: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a node asks for a sparse gradient of its weight, as embeddings can."""
+    if op == "getitem":
+        return False
+    for position, argument in enumerate(operators.overload(op)._schema.arguments):
+        if argument.name == "sparse":
+            return (args[position] if position < len(args) else kwargs.get("sparse")) is True
+    return False

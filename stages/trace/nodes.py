@@ -182,6 +182,13 @@ class _Converter:
                 found=str(node.target),
                 expected="an ATen operator",
             ) from error
+        if effects.sends_sparse_gradient(op, args, kwargs):
+            raise TraceError(
+                f"{place or 'the model'}: module {module!r} asks for a sparse gradient ({op}); expected "
+                f"a dense one, which optimizer and tiers work on. Set sparse=False",
+                found="sparse=True",
+                expected="sparse=False",
+            )
         specs = tuple(
             self._spec(item, node) for item in _flat(node.meta.get("val")) if isinstance(item, torch.Tensor)
         )

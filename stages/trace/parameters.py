@@ -55,6 +55,12 @@ def describe(
     found = []
     for name, tensor in tensors.items():
         role = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        if role == "parameter" and not tensor.numel():
+            raise TraceError(
+                f"parameter {name!r} has the shape {list(tensor.shape)}, which holds nothing to train; "
+                f"expected at least one element. Leave it out, or register it as a buffer",
+                found=str(list(tensor.shape)),
+            )
         found.append(
             g.Parameter(
                 name,

@@ -206,3 +206,35 @@ def test_a_model_without_loss_or_without_trained_weights_is_refused() -> None:
         run(config)
     frozen = Body(lambda module, y: y).requires_grad_(False)
     assert "depends on no parameter" in str(refusal(frozen))
+
+
+def test_sparse_gradients_are_refused_with_file_and_line() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4, sparse=True)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).sum()
+
+    message = str(refusal(Sparse(), torch.zeros(2, 3, dtype=torch.int64)))
+    assert re.search(r"test_refusals\.py:\d+: module 'table'.*sparse=False", message)
+
+
+def test_16_bit_weights_that_would_train_without_a_master_are_refused() -> None:
+    module = Body(lambda module, y: y.float()).bfloat16()
+    batch = torch.randn(3, 4, dtype=torch.bfloat16)
+    assert "precision=bf16" in str(refusal(module, batch))
+    trace_module(module, (batch,), precision="bf16")
+
+
+def test_an_empty_parameter_is_refused_by_name() -> None:
+    module = Body(lambda module, y: y)
+    module.inner.nothing = nn.Parameter(torch.zeros(0, 4))
+    assert "'inner.nothing'" in str(refusal(module))
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    module = Body(lambda module, y: y)
+    module.inner.generator = torch.Generator()  # type: ignore[assignment]
+    assert "torch.Generator" in str(refusal(module))
