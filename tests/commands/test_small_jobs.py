@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -90,16 +91,27 @@ def _stage_processes(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("damage", ["operator", "type", "number", "path", "truncated"])
-def test_a_crafted_artifact_is_refused_and_nothing_runs(tmp_path: Path, damage: str) -> None:
-    own_store = tmp_path / "store"
-    made = run_job(tmp_path / "made", own_store, *_SMALL, "budget=2GB", "steps=1")
+@pytest.fixture(scope="module")
+def filled_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("filled")
+    made = run_job(folder / "made", folder / "store", *_SMALL, "budget=2GB", "steps=1")
     assert made.code == 0, made.output
-    graph = next(own_store.rglob("graph.json"))
-    graph.write_bytes(_damaged(graph.read_bytes(), damage, tmp_path / "planted"))
+    return folder / "store"
+
+
+@pytest.mark.parametrize("damage", ["operator", "type", "number", "path", "truncated", "plan", "costs"])
+def test_a_crafted_artifact_is_refused_and_nothing_runs(
+    tmp_path: Path, filled_store: Path, damage: str
+) -> None:
+    own_store = tmp_path / "store"
+    shutil.copytree(filled_store, own_store)
+    kind = damage if damage in ("plan", "costs") else "graph"
+    [file] = own_store.rglob(f"{kind}.json")
+    file.write_bytes(_damaged(file.read_bytes(), damage, tmp_path / "planted"))
     job = run_job(tmp_path / "again", own_store, *_SMALL, "budget=2GB", "steps=1")
     assert job.code == 2, job.output
-    assert job.error["kind"] == "artifact"
+    assert job.error["kind"] in ("artifact", "plan")
+    assert "Traceback" not in job.output
     assert "step 1/" not in job.output
     assert not (tmp_path / "planted").exists()
 
@@ -109,6 +121,13 @@ def _damaged(content: bytes, damage: str, planted: Path) -> bytes:
         return content[: len(content) // 2]
     envelope = json.loads(content)
     graph = envelope["content"]
+    if damage == "plan":
+        phase = graph["phases"][0]
+        phase["instructions"] = [item for item in phase["instructions"] if item["operation"] != "update"]
+        return json.dumps(envelope).encode()
+    if damage == "costs":
+        graph["regions"][0]["saved_bytes"] = -1
+        return json.dumps(envelope).encode()
     node = next(node for node in graph["nodes"] if node["op"].startswith("aten.linear"))
     if damage == "operator":
         node["op"] = "os.system"

@@ -19,6 +19,7 @@ from stages.artifacts.errors import InfeasibleBudgetError
 from stages.config import RunConfig
 from stages.optim.make import make_kernel
 from stages.region import memory
+from stages.region.interpreter import RegionFunction
 from stages.trace.profile.links import measure_links
 from stages.trace.profile.optimizer import measure_optimizer
 from stages.trace.profile.peak import PeakGauge
@@ -43,11 +44,14 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         InfeasibleBudgetError: The largest region does not fit into the memory that is there.
         StorageError: The disk tier's folder cannot be used.
         ConfigError: The optimizer cannot be used.
+        ArtifactError: The graph names an operator that is not allowed.
     """
     memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     threads = torch.get_num_threads()
+    for region in graph.regions:
+        RegionFunction(graph, region, torch.device("cpu"))  # refuses unknown operators before anything runs
     kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
     idle_bytes = measure_training_process(Order(graph, config.optimizer, graph.precision, threads))
     gauge = PeakGauge()
