@@ -322,6 +322,40 @@ class ViewsAcross(TokenModel):
         return y + turned.transpose(0, 1)[..., :WIDTH] + turned.transpose(0, 1)[..., WIDTH:]
 
 
+class LateReads(TokenModel):
+    """Values of the first block are read by the last one, in between they need not be in memory; a
+    plain tensor in an attribute and the transpose of a weight that are read there as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.scales = [torch.linspace(0.5, 1.5, WIDTH)]
+
+    def body(self, x: Tensor) -> Tensor:
+        early = self.blocks[0](x)
+        masks = early > 0
+        for block in self.blocks[1:]:
+            x = block(x)
+        scale = self.scales[0].to(x.dtype)
+        return self.mix(x * masks) @ self.mix.weight.T + early * scale
+
+
+class Conjugated(TokenModel):
+    """Complex values that are conjugated lazily, and used by a later block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        spectrum = torch.fft.rfft(x, dim=-1)
+        mirrored = spectrum.conj()
+        x = self.blocks[1](x)
+        return x + torch.fft.irfft(mirrored * spectrum * mirrored.imag, n=WIDTH, dim=-1) / WIDTH
+
+
 class Hooked(TokenModel):
     """A tensor hook doubles a gradient, which a traced program would forget."""
 
@@ -423,6 +457,8 @@ MODELS = [
     _own("structured", Structured, make_batch=masked),
     _own("in_place_residual", InPlaceResidual),
     _own("views_across", ViewsAcross),
+    _own("late_reads", LateReads),
+    _own("conjugated", Conjugated),
     _own("straight_through", StraightThrough, refused=True),
     _own("hooked", Hooked, refused=True),
 ]

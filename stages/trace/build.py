@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import traceback
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from stages.artifacts.errors import StageError, TraceError
 from stages.config import ModelConfig
 from stages.trace.history import History, recording
 from stages.trace.places import error_place
+from stages.trace.structure import tensors_in
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HALF_PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -31,6 +33,8 @@ class Built:
         initial_dtypes: The dtype that each parameter and buffer had before the precision cast.
         on_tape: Each parameter's and buffer's name in `history`; empty for the caller's own module.
         folder: Of saved weights; "" when there are none.
+        plain: The real tensor of each fake one that lies in an attribute as neither parameter nor
+            buffer, by the fake one's id.
     """
 
     model: nn.Module
@@ -40,6 +44,7 @@ class Built:
     on_tape: dict[str, str] = field(default_factory=dict)
     export_config: str | None = None
     folder: str = ""
+    plain: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def build(config: ModelConfig, seed: int) -> Built:
@@ -75,7 +80,16 @@ def copied(model: nn.Module) -> Built:
         settings: Any = getattr(part, "config", None)
         if getattr(settings, "use_cache", False):
             settings.use_cache = False  # generation caches would only add outputs that training does not use
-    return Built(copy, mode, _dtypes(copy))
+    plain = {id(fake): real for fake, real in zip(_plain_tensors(copy), _plain_tensors(model), strict=True)}
+    return Built(copy, mode, _dtypes(copy), plain=plain)
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors in attributes of modules, in nested lists and dicts too, that are not registered."""
+    for module in model.modules():
+        registries = ("_parameters", "_buffers", "_modules")
+        held = {name: value for name, value in vars(module).items() if name not in registries}
+        yield from (tensor for _, tensor in tensors_in(held))
 
 
 def _construct(config: ModelConfig) -> tuple[nn.Module, str | None]:

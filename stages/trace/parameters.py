@@ -35,12 +35,11 @@ def _registered(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def describe(
-    built: Built, original: nn.Module, constants: dict[str, torch.Tensor]
+    built: Built, constants: dict[str, torch.Tensor]
 ) -> tuple[list[g.Parameter], dict[str, torch.Tensor]]:
     """Parameters in registration order, then buffers, then constants; and their (fake) tensors.
 
     Args:
-        original: The module that holds real constants, where it is the caller's own.
         constants: Tensors that are neither, by name.
 
     Raises:
@@ -73,7 +72,7 @@ def describe(
             )
         )
     for name, tensor in constants.items():
-        found.append(_constant(name, tensor, original))
+        found.append(_constant(name, tensor, built))
     return found, {**tensors, **constants}
 
 
@@ -95,20 +94,20 @@ def _spec(name: str, tensor: torch.Tensor) -> g.TensorSpec:
     return g.TensorSpec([int(size) for size in tensor.shape], [int(step) for step in tensor.stride()], dtype)
 
 
-def _constant(name: str, tensor: torch.Tensor, original: nn.Module) -> g.Parameter:
-    real = _attribute(original, name) if isinstance(tensor, FakeTensor) else tensor
+def _constant(name: str, tensor: torch.Tensor, built: Built) -> g.Parameter:
+    real = built.plain.get(id(tensor)) if isinstance(tensor, FakeTensor) else tensor
+    if real is None and built.history is None:
+        raise TraceError(
+            f"forward reads a tensor of shape {list(tensor.shape)} that is neither in the batch, nor in the "
+            f"module or its attributes, nor made by an operator that the trace sees. Expected the gradient "
+            f"to be taken outside of forward, and tensors from elsewhere to be registered as buffers",
+            found=name,
+        )
     literal = None if real is None or isinstance(real, FakeTensor) else literal_text(real)
     spec = _spec(name, tensor)
     return g.Parameter(
         name, [name], spec, "constant", persistent=False, literal=literal, initial_dtype=spec.dtype
     )
-
-
-def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
-    found: object = module
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def initial_values(

@@ -50,55 +50,60 @@ def refused(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch:
-    """What forward read of the modules' attributes before writing it, as it was then."""
+    """What forward read of the modules' attributes before writing it, as it was then.
+
+    While it is traced, modules are seen through short-lived stand-ins that share their `__dict__`: so
+    that is what tells them apart.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._modules = {id(module): module for module in model.modules()}
-        self._buffers = {id(module): dict(module._buffers) for module in model.modules()}
+        modules = dict(model.named_modules())
+        self._names = {id(vars(m)): name or type(m).__name__ for name, m in modules.items()}
+        self._held = {id(vars(m)): vars(m) for m in modules.values()}
+        self._buffers = {key: dict(held["_buffers"]) for key, held in self._held.items()}
         self._first: dict[tuple[int, str], Any] = {}
         self._written: dict[tuple[int, str], str] = {}
 
     def reading(self) -> Any:
-        names, written, first = self._names, self._written, self._first
+        known, written, first = self._held, self._written, self._first
 
         def read(module: nn.Module, name: str) -> Any:
             value = object.__getattribute__(module, name)
-            key = (id(module), name)
-            if key[0] in names and key not in first and key not in written and not name.startswith("__"):
-                held = object.__getattribute__(module, "__dict__")
-                if name in held and name not in _REGISTRIES:
-                    first[key] = _print_of(value, _DEPTH)
+            held = object.__getattribute__(module, "__dict__")
+            key = (id(held), name)
+            watched = key[0] in known and name in held and name not in _REGISTRIES
+            if watched and key not in first and key not in written:
+                first[key] = _print_of(value, _DEPTH)
             return value
 
         return read
 
     def writing(self) -> Any:
-        original, names, written = nn.Module.__setattr__, self._names, self._written
+        original, known, written = nn.Module.__setattr__, self._held, self._written
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            if id(module) in names:
-                written[id(module), name] = user_place()
+            key = (id(vars(module)), name)
+            if key[0] in known:
+                written[key] = user_place()
             original(module, name, value)
 
         return write
 
     def check(self) -> None:
         for (module, name), before in self._first.items():
-            if before != _print_of(self._modules[module].__dict__.get(name), _DEPTH):
+            if before != _print_of(self._held[module].get(name), _DEPTH):
                 raise self._refusal(module, name, "changes its attribute", "keep what changes in a buffer")
-        for module, before in self._buffers.items():
-            for name, buffer in self._modules[module]._buffers.items():
-                if buffer is not before.get(name):
+        for module, buffers in self._buffers.items():
+            for name, buffer in self._held[module]["_buffers"].items():
+                if buffer is not buffers.get(name):
                     advice = f"write into it: self.{name}.copy_(...)"
                     raise self._refusal(module, name, "assigns its buffer", advice)
 
     def _refusal(self, module: int, name: str, what: str, advice: str) -> TraceError:
         place = self._written.get((module, name), "the model")
-        owner = self._names[module] or type(self._modules[module]).__name__
         return TraceError(
-            f"{place}: forward of module {owner!r} {what} {name!r}; a trace would keep its first value. "
-            f"Expected a forward without state in Python; {advice}, which is changed in place",
+            f"{place}: forward of module {self._names[module]!r} {what} {name!r}; a trace would keep its "
+            f"first value. Expected a forward without state in Python; {advice}, which is changed in place",
             found=name,
             expected="state in buffers that are changed in place",
         )

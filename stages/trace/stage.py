@@ -36,7 +36,6 @@ def run(config: RunConfig, mode: str = "train") -> g.RegionGraph:
         batch = ((), {name: torch.zeros(shape, dtype=torch.int64) for name in config.model.inputs})
     return _trace(
         built,
-        built.model,
         batch,
         name=config.model.name,
         precision=config.precision,
@@ -73,7 +72,6 @@ def trace_module(
     batch = capture.as_examples((tuple(args), dict(kwargs or {})), built.mode)
     return _trace(
         built,
-        module,
         batch,
         name=name or type(module).__name__,
         precision=precision,
@@ -85,7 +83,7 @@ def trace_module(
 
 
 def _trace(
-    built: Built, original: nn.Module, batch: Batch, *, name: str, precision: str, mode: str, dynamic: bool,
+    built: Built, batch: Batch, *, name: str, precision: str, mode: str, dynamic: bool,
     granularity: str, only_loss: bool,
 ) -> g.RegionGraph:  # fmt: skip
     build.cast_parameters(built, precision)
@@ -97,7 +95,7 @@ def _trace(
             key="model.target",
         )
     constants = {key: converted.tensors[key] for key in converted.tensors if key in converted.constants}
-    stored, tensors = parameters.describe(built, original, constants)
+    stored, tensors = parameters.describe(built, constants)
     loss = "" if captured.loss is None else converted.outputs[captured.loss]
     live = _without_dead(converted.nodes, set(converted.outputs))
     symbols = captured.resolved.symbols

@@ -238,3 +238,17 @@ def test_a_module_that_cannot_be_copied_is_refused() -> None:
     module = Body(lambda module, y: y)
     module.inner.generator = torch.Generator()  # type: ignore[assignment]
     assert "torch.Generator" in str(refusal(module))
+
+
+def test_a_gradient_taken_in_forward_is_refused() -> None:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(self.linear(x)).sum(), x, create_graph=True)
+            return (slope**2).mean()
+
+    assert "gradient to be taken outside of forward" in str(refusal(Penalty()))
