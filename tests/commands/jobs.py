@@ -37,7 +37,11 @@ class Job:
 
 
 def command(folder: Path, store: Path, *overrides: str) -> list[str]:
-    settings = [f"hydra.run.dir={folder}", f"store={store}", f"tiers.disk={folder / 'disk'}"]
+    """The command line. Its disk tier is beside the store, unless an override names another: costs
+    are measured on one disk and not reused for another."""
+    settings = [f"hydra.run.dir={folder}", f"store={store}"]
+    if not any(item.startswith("tiers.disk=") for item in overrides):
+        settings.append(f"tiers.disk={store.parent / 'disk'}")
     return [sys.executable, "-m", "stages.run", *overrides, *settings]
 
 

@@ -56,7 +56,8 @@ def test_the_named_least_budget_runs_and_three_percent_less_is_refused(
 
 
 def test_kill_leaves_nothing_that_the_next_run_trips_over(tmp_path: Path, store: Path) -> None:
-    arguments = [*_SMALL, "steps=1000", "budget=2GB", "solver=layerwise"]
+    disk = tmp_path / "disk"
+    arguments = [*_SMALL, "steps=1000", "budget=2GB", "solver=layerwise", f"tiers.disk={disk}"]
     killed = subprocess.Popen(
         command(tmp_path / "run", store, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -67,9 +68,8 @@ def test_kill_leaves_nothing_that_the_next_run_trips_over(tmp_path: Path, store:
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     killed.stdout.close()
-    disk = tmp_path / "run" / "disk"
     deadline = time.monotonic() + 30
-    arguments[-3] = "steps=2"
+    arguments[len(_SMALL)] = "steps=2"
     while time.monotonic() < deadline and _stage_processes(tmp_path):
         time.sleep(0.1)
     assert _stage_processes(tmp_path) == [], "a stage outlived its parent"
@@ -108,7 +108,8 @@ def test_a_crafted_artifact_is_refused_and_nothing_runs(
     kind = damage if damage in ("plan", "costs") else "graph"
     [file] = own_store.rglob(f"{kind}.json")
     file.write_bytes(_damaged(file.read_bytes(), damage, tmp_path / "planted"))
-    job = run_job(tmp_path / "again", own_store, *_SMALL, "budget=2GB", "steps=1")
+    disk = f"tiers.disk={filled_store.parent / 'disk'}"
+    job = run_job(tmp_path / "again", own_store, *_SMALL, "budget=2GB", "steps=1", disk)
     assert job.code == 2, job.output
     assert job.error["kind"] in ("artifact", "plan")
     assert "Traceback" not in job.output
