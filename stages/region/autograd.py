@@ -44,7 +44,7 @@ class Span:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor = empty.set_(storage, offset, self.size, self.stride)
         tensor = tensor.conj() if self.conjugate else tensor
-        return torch._neg_view(tensor) if self.negative else tensor
+        return torch.ops.aten._neg_view.default(tensor) if self.negative else tensor
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _keeping(tape: Tape, tensors: Mapping[str, torch.Tensor], lookup: Lookup) ->
         if holder is None:
             holder = holders[storage._cdata] = _Holder(storage)
             tape._holders.append(weakref.ref(holder))
-        return _Saved(holder, tensor.storage_offset(), Span.of(tensor))
+        return _Saved(holder, int(tensor.storage_offset()), Span.of(tensor))
 
     def unpack(packed: _Handle | _Saved) -> torch.Tensor:
         if isinstance(packed, _Saved):
@@ -203,7 +203,7 @@ def _keeping(tape: Tape, tensors: Mapping[str, torch.Tensor], lookup: Lookup) ->
                 raise RuntimeError("saved activations are needed while they are away")
             return packed.span.view(packed.holder.storage, packed.offset)
         base = lookup(packed.name)
-        offset = base.storage_offset() + packed.byte_offset // base.element_size()
+        offset = int(base.storage_offset()) + packed.byte_offset // base.element_size()
         return packed.span.view(base.untyped_storage(), offset)
 
     with saved_tensors_hooks(pack, unpack):
