@@ -1,6 +1,6 @@
 """Runs a command in a memory cgroup: the proof that a budget holds. Needs root and cgroup v1.
 
-    python -m tests.memory_limit 1200MB -- python -m stages.run +model=gpt2 budget=1200MB
+python -m tests.memory_limit 1200MB -- python -m stages.run +model=gpt2 budget=1200MB
 """
 
 from __future__ import annotations

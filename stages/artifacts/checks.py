@@ -20,6 +20,7 @@ from stages.artifacts.graph import (
     Ref,
     Region,
     RegionGraph,
+    Scalar,
     Size,
     SizeArg,
     TensorSpec,
@@ -126,7 +127,7 @@ def _check_nodes(region: Region, nodes: list[Node]) -> None:
     _require(not missing, f"region {region.name} does not make its outputs {missing}")
 
 
-def _flattened(args: Iterable[Arg]) -> Iterator[Arg]:
+def _flattened(args: Iterable[Arg | list[Scalar]]) -> Iterator[Scalar]:
     for arg in args:
         if isinstance(arg, list):
             yield from _flattened(arg)

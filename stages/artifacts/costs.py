@@ -5,7 +5,7 @@ from __future__ import annotations
 from stages.artifacts.graph import Natural, Struct
 
 
-class RegionCost(Struct):
+class RegionCost(Struct, frozen=True):
     """Cost of one region kind at the planned sizes.
 
     "Beyond" means memory in excess of what is counted elsewhere: a region's input values and
@@ -30,7 +30,7 @@ class RegionCost(Struct):
     backward_peak_bytes: Natural
 
 
-class LinkCost(Struct):
+class LinkCost(Struct, frozen=True):
     """One direction of a link. Bandwidths are in bytes per second."""
 
     name: str  # "disk_read", "disk_write"
@@ -39,7 +39,7 @@ class LinkCost(Struct):
     contended_bytes_per_s: Natural  # while the other direction runs too
 
 
-class StateSpec(Struct):
+class StateSpec(Struct, frozen=True):
     """One state tensor that the optimizer keeps of a parameter."""
 
     name: str  # "exp_avg", "exp_avg_sq", "momentum_buffer", ...
@@ -47,7 +47,7 @@ class StateSpec(Struct):
     dtype: str
 
 
-class OptimizerCost(Struct):
+class OptimizerCost(Struct, frozen=True):
     """Update throughput on the device tier for one chunk in memory, and what is kept per parameter."""
 
     implementation: str  # "fused_adamw", "torch.optim.Adafactor", ...
@@ -60,7 +60,7 @@ class OptimizerCost(Struct):
     workspace_bytes_per_element: Natural = 0
 
 
-class Costs(Struct):
+class Costs(Struct, frozen=True):
     device: str  # "cpu"
     threads: Natural
     source: str  # "measured" | "roofline"

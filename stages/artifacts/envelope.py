@@ -30,7 +30,7 @@ KINDS: dict[str, type[Struct]] = {
 Artifact = TypeVar("Artifact", bound=Struct)
 
 
-class Provenance(Struct):
+class Provenance(Struct, frozen=True):
     """Who made it: versions of what matters, the key it is stored under, and the making process's peak."""
 
     key: str = ""

@@ -22,7 +22,7 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Base of every record in an artifact."""
 
 
-class Expr(Struct, tag="expr", tag_field="is"):
+class Expr(Struct, frozen=True, tag="expr", tag_field="is"):
     """Arithmetic on sizes. operator: add, sub, mul, floordiv, mod, max, min."""
 
     operator: str
@@ -34,37 +34,37 @@ class Expr(Struct, tag="expr", tag_field="is"):
 Size = Integer | str | Expr
 
 
-class Ref(Struct, tag="ref", tag_field="is"):
+class Ref(Struct, frozen=True, tag="ref", tag_field="is"):
     """The result of an earlier node, a graph input, a parameter or a buffer, by name."""
 
     name: str
 
 
-class SizeArg(Struct, tag="size", tag_field="is"):
+class SizeArg(Struct, frozen=True, tag="size", tag_field="is"):
     """A symbolic size as an argument: evaluated from the batch's shapes before the step."""
 
     size: Size
 
 
-class Dtype(Struct, tag="dtype", tag_field="is"):
+class Dtype(Struct, frozen=True, tag="dtype", tag_field="is"):
     name: str  # "float32", "bfloat16", "int64", "bool", ...
 
 
-class Device(Struct, tag="device", tag_field="is"):
+class Device(Struct, frozen=True, tag="device", tag_field="is"):
     """The device the plan runs on ("target") or the host ("cpu")."""
 
     name: str = "target"
 
 
-class Layout(Struct, tag="layout", tag_field="is"):
+class Layout(Struct, frozen=True, tag="layout", tag_field="is"):
     name: str  # "strided"
 
 
-class MemoryFormat(Struct, tag="memory_format", tag_field="is"):
+class MemoryFormat(Struct, frozen=True, tag="memory_format", tag_field="is"):
     name: str  # "contiguous_format", "preserve_format", "channels_last"
 
 
-class Special(Struct, tag="float", tag_field="is"):
+class Special(Struct, frozen=True, tag="float", tag_field="is"):
     """A float that JSON cannot hold: "inf", "-inf", "nan"."""
 
     name: str
@@ -78,14 +78,14 @@ Scalar = (
 Arg = Scalar | list[Scalar | list[Scalar]]
 
 
-class Autocast(Struct):
+class Autocast(Struct, frozen=True):
     """The autocast state in which a node was traced, where it differs from off."""
 
     enabled: bool
     dtype: str
 
 
-class Node(Struct):
+class Node(Struct, frozen=True):
     """One operation. `name` is unique in the graph; a node with several results returns a tuple
     that `getitem` nodes take apart."""
 
@@ -101,7 +101,7 @@ class Node(Struct):
     checkpoint: list[Integer] = []  # ids of the user's checkpoint blocks around it, outermost first
 
 
-class TensorSpec(Struct):
+class TensorSpec(Struct, frozen=True):
     """Shape, strides (both in elements, possibly symbolic) and dtype of a tensor."""
 
     shape: list[Size]
@@ -109,7 +109,7 @@ class TensorSpec(Struct):
     dtype: str
 
 
-class Symbol(Struct):
+class Symbol(Struct, frozen=True):
     """A dynamic dimension: the bounds that the trace found and the size that is planned."""
 
     minimum: Integer
@@ -117,7 +117,7 @@ class Symbol(Struct):
     planned: Integer
 
 
-class Parameter(Struct):
+class Parameter(Struct, frozen=True):
     """A parameter, buffer or constant: one tensor, however many names it goes by.
 
     `name` is the first of `names` in registration order and identifies it everywhere. Tied weights
@@ -135,7 +135,7 @@ class Parameter(Struct):
     initial_dtype: str = "float32"
 
 
-class Value(Struct):
+class Value(Struct, frozen=True):
     """A tensor that crosses regions, or a graph input or output."""
 
     name: str  # the node's name, or the input's
@@ -147,7 +147,7 @@ class Value(Struct):
     alias_set: Integer = -1
 
 
-class Region(Struct):
+class Region(Struct, frozen=True):
     """A run of consecutive nodes planned as one: nodes[start:end]."""
 
     name: str
@@ -163,7 +163,7 @@ class Region(Struct):
     checkpoint: Integer = -1  # a user's checkpoint block: always recomputed; -1 when not
 
 
-class InputSpec(Struct):
+class InputSpec(Struct, frozen=True):
     """One tensor of the batch. `path` finds it in the structured input:
     ["kwargs", "labels"], ["args", 0, "mask"]."""
 
@@ -172,14 +172,14 @@ class InputSpec(Struct):
     spec: TensorSpec
 
 
-class OutputSpec(Struct):
+class OutputSpec(Struct, frozen=True):
     """One tensor that forward returns. `path` as in InputSpec, without args/kwargs."""
 
     name: str
     path: list[str | Integer]
 
 
-class InitialOp(Struct):
+class InitialOp(Struct, frozen=True):
     """One operator that ran while the model was built, in order: the history of initial values."""
 
     results: list[str]
@@ -191,7 +191,7 @@ class InitialOp(Struct):
     shapes: list[list[Integer]] = []
 
 
-class Initial(Struct):
+class Initial(Struct, frozen=True):
     """How initial values are made.
 
     source "replay": run `ops` in order after `torch.manual_seed(seed)`, keeping only what a target
@@ -211,7 +211,7 @@ class Initial(Struct):
     seed: Integer | None = None
 
 
-class RegionGraph(Struct):
+class RegionGraph(Struct, frozen=True):
     model: str
     mode: str  # "train" | "eval"
     precision: str  # "fp32" | "bf16" | "fp16"

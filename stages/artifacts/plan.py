@@ -36,7 +36,7 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-class Buffer(Struct):
+class Buffer(Struct, frozen=True):
     """A span of bytes with one meaning.
 
     role: "weight" (a parameter in its compute dtype), "master" (fp32 copy under bf16/fp16),
@@ -60,14 +60,14 @@ class Buffer(Struct):
     resident: bool = False  # on the device from before the phase's entry until after its exit
 
 
-class Access(Struct):
+class Access(Struct, frozen=True):
     """A buffer in one version. A write makes version n+1 from n (or from nothing: 1)."""
 
     buffer: Integer
     version: Integer
 
 
-class Instruction(Struct):
+class Instruction(Struct, frozen=True):
     id: Integer  # position in the phase's list; `after` refers to it
     lane: str
     operation: str
@@ -84,7 +84,7 @@ class Instruction(Struct):
     workspace_bytes: Integer = 0
 
 
-class Location(Struct):
+class Location(Struct, frozen=True):
     """Where a buffer is at a phase border: tier "device" | "disk", and in which version.
 
     Versions count from the phase's start: an exit state of a whole step equals its entry state
@@ -96,7 +96,7 @@ class Location(Struct):
     version: Integer
 
 
-class Phase(Struct):
+class Phase(Struct, frozen=True):
     """name: "step" (forward, backward and, where exact, the update inside backward),
     "update" (the optimizer alone, after the norm or overflow check), "evaluate"."""
 
@@ -107,14 +107,14 @@ class Phase(Struct):
     successors: list[str]
 
 
-class RegionPlacement(Struct):
+class RegionPlacement(Struct, frozen=True):
     """The choices for one region."""
 
     weights: str  # "resident" | "streamed"
     activations: str  # "keep" | "recompute" | "move"
 
 
-class Placement(Struct):
+class Placement(Struct, frozen=True):
     """The solver's choices, from which lowering makes the program.
 
     gradients: "consume" (updated inside backward as soon as complete), "keep" (until the update
@@ -132,7 +132,7 @@ class Placement(Struct):
     chunk_slots: Integer = 2
 
 
-class Prediction(Struct):
+class Prediction(Struct, frozen=True):
     """What the simulator says of one step of the program."""
 
     peak_bytes: Integer
@@ -142,7 +142,7 @@ class Prediction(Struct):
     binding: str = ""  # the instruction and buffers at the peak, readable
 
 
-class Plan(Struct):
+class Plan(Struct, frozen=True):
     solver: str
     budget_bytes: Integer
     device: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stages.artifacts.graph import Struct
 
 
-class Summary(Struct, omit_defaults=False):
+class Summary(Struct, frozen=True, omit_defaults=False):
     """Seconds, bytes and counts of one run; see the field names for units."""
 
     model: str

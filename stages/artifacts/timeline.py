@@ -5,7 +5,7 @@ from __future__ import annotations
 from stages.artifacts.graph import Struct
 
 
-class Event(Struct):
+class Event(Struct, frozen=True):
     """One instruction on one lane; nanoseconds from the step's start."""
 
     lane: str
@@ -15,7 +15,7 @@ class Event(Struct):
     bytes: int = 0
 
 
-class Timeline(Struct):
+class Timeline(Struct, frozen=True):
     source: str  # "predicted" | "measured"
     step: int
     events: list[Event]

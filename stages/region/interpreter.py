@@ -75,7 +75,7 @@ class RegionFunction:
 
 
 def decode(
-    arg: g.Arg, lookup: Callable[[str], object], sizes: dict[str, int], device: torch.device
+    arg: g.Arg | list[g.Scalar], lookup: Callable[[str], object], sizes: dict[str, int], device: torch.device
 ) -> object:
     """The Python value of an argument. `lookup` finds what a `Ref` names."""
     match arg:
@@ -99,7 +99,7 @@ def decode(
             return arg
 
 
-def references(arg: g.Arg) -> Iterator[str]:
+def references(arg: g.Arg | list[g.Scalar]) -> Iterator[str]:
     """The names that an argument reads."""
     if isinstance(arg, g.Ref):
         yield arg.name
