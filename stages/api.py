@@ -186,7 +186,8 @@ def prepare(
     Args:
         precision: "fp32" | "bf16" | "fp16".
         optimizer: "adamw", "adam", "sgd", "adagrad", or a class by import path.
-        optimizer_arguments: What the optimizer takes beside lr: betas, eps, weight_decay, ...
+        optimizer_arguments: What the optimizer takes beside lr: betas, eps, weight_decay (0.01 for
+            adamw and 0 for all others, as for the command), ...
         evaluate: Whether `Session.evaluate` will be used; the model is then traced in that mode too.
         dynamic: Whether smaller batches and shorter sequences may come.
         disk: Folder of the disk tier; "": the user's cache folder.
@@ -197,12 +198,10 @@ def prepare(
         TraceError: The model cannot be traced exactly.
         ConfigError: A setting cannot be used.
     """
-    named = {key: value for key, value in (optimizer_arguments or {}).items() if key in _OPTIMIZER_FIELDS}
-    rest = {key: value for key, value in (optimizer_arguments or {}).items() if key not in named}
     config = RunConfig(
         model=ModelConfig(name=type(model).__name__, source="module", target="live.Module"),
         data=DataConfig(name="random"),
-        optimizer=OptimizerConfig(name=optimizer, lr=lr, arguments=rest, **named),
+        optimizer=optimizer_settings(optimizer, lr, optimizer_arguments or {}),
         solver=SolverConfig(name=solver),
         device=DeviceConfig(name="cpu", threads=threads),
         tiers=TiersConfig(disk=disk),
@@ -241,6 +240,19 @@ def offload(model: nn.Module, batch: Batch, budget: str | int, **settings: Any) 
 
 
 _OPTIMIZER_FIELDS = ("betas", "eps", "weight_decay", "momentum")
+
+
+def optimizer_settings(name: str, lr: float, arguments: Mapping[str, Any]) -> OptimizerConfig:
+    """The configuration that the command would compose for this optimizer.
+
+    Raises:
+        ConfigError: A value cannot be used.
+    """
+    named = {key: value for key, value in arguments.items() if key in _OPTIMIZER_FIELDS}
+    rest = {key: value for key, value in arguments.items() if key not in named}
+    decays = name.lower().rpartition(".")[2] == "adamw"
+    named.setdefault("weight_decay", 0.01 if decays else 0.0)
+    return OptimizerConfig(name=name, lr=lr, arguments=rest, **named)
 
 
 def _in_this_process(costs: Costs) -> Costs:
