@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
 from stages.artifacts import graph as g
 from stages.region import operators
+from stages.region.interpreter import node_references
 
 #: operators that write running statistics without saying so in their schema: arguments written,
 #: and the argument that switches it on
@@ -49,6 +51,16 @@ def is_random(op: str, args: list[Any], kwargs: dict[str, Any]) -> bool:
         if argument.name in ("train", "training") and value is False:
             return False
     return True
+
+
+#: operators whose weights autocast casts to its dtype
+_AUTOCAST = re.compile(r"aten\.(linear|matmul|mm|bmm|addmm|baddbmm|addbmm|einsum|conv\w*|lstm|gru|rnn_\w+)\.")
+
+
+def cast_by_autocast(node: g.Node) -> list[str]:
+    """Names that autocast casts for this operator, where it is on; it keeps casts of weights for reuse."""
+    on = node.autocast is not None and node.autocast.enabled and not node.no_grad
+    return list(node_references(node)) if on and _AUTOCAST.match(node.op) else []
 
 
 def sends_sparse_gradient(op: str, args: list[Any], kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from stages.artifacts import graph as g
 from stages.artifacts.errors import TraceError
 from stages.config import RunConfig
 from stages.region.interpreter import node_references
-from stages.trace import build, capture, gradients, nodes, parameters, partition, regions, rehearsal
+from stages.trace import build, capture, effects, gradients, nodes, parameters, partition, regions, rehearsal
 from stages.trace.blocks import Modules, Tree, units
 from stages.trace.build import Built
 from stages.trace.capture import Batch, Captured
@@ -102,6 +102,7 @@ def _trace(
     sizes = {key: symbol.planned for key, symbol in symbols.items()}
     facts = rehearsal.rehearse(live, stored, converted.inputs, sizes, loss)
     _check_writes(live, stored, {key for key, _ in converted.inputs}, facts)
+    _check_autocast(live, stored)
     if mode == "train" and loss and not facts.receives:
         raise TraceError(f"{name}: the loss depends on no parameter that requires a gradient")
     found_regions, values = _partitioned(built, live, stored, converted, facts, sizes, granularity)
@@ -160,6 +161,30 @@ def _check_writes(
                     f"({traced.node.op}); expected forward to leave it alone. Work on a clone",
                     found=traced.node.op,
                 )
+
+
+def _check_autocast(live: list[Traced], stored: list[g.Parameter]) -> None:
+    """Refuses a trained weight that autocast casts twice.
+
+    Eager casts it once and sums its gradients in the lower precision; regions, each with a cast of
+    its own, would sum them in the higher one.
+    """
+    trained = {p.name: p.spec.dtype for p in stored if p.requires_grad}
+    cast: set[str] = set()
+    for traced in live:
+        node = traced.node
+        for name in effects.cast_by_autocast(node):
+            if node.autocast is None or trained.get(name) in (None, node.autocast.dtype):
+                continue
+            if name in cast:
+                raise TraceError(
+                    f"{node.location}: module {node.module!r} uses {name} a second time under autocast, "
+                    f"which keeps its cast and sums gradients in {node.autocast.dtype}. Expected one use; leave "
+                    f"autocast out and give precision=bf16, or cast the weight yourself",
+                    found=name,
+                    expected="a weight used once under autocast",
+                )
+            cast.add(name)
 
 
 def _partitioned(

@@ -252,3 +252,17 @@ def test_a_gradient_taken_in_forward_is_refused() -> None:
             return (slope**2).mean()
 
     assert "gradient to be taken outside of forward" in str(refusal(Penalty()))
+
+
+def test_a_weight_that_autocast_casts_twice_is_refused() -> None:
+    def again(module: nn.Module, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = module.linear(y)  # type: ignore[operator]
+            return torch.tanh(y) if times == 1 else module.linear(torch.tanh(y))  # type: ignore[operator]
+
+    times = 2
+    assert re.search(
+        r"'inner'|'inner.linear'.*inner\.linear\.weight a second time", str(refusal(Body(again)))
+    )
+    times = 1  # the call before, in Inner.forward, is outside of autocast
+    trace_module(Body(again), (torch.randn(3, 4),))
