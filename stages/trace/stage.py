@@ -179,8 +179,8 @@ def _check_autocast(live: list[Traced], stored: list[g.Parameter]) -> None:
             if name in cast:
                 raise TraceError(
                     f"{node.location}: module {node.module!r} uses {name} a second time under autocast, "
-                    f"which keeps its cast and sums gradients in {node.autocast.dtype}. Expected one use; leave "
-                    f"autocast out and give precision=bf16, or cast the weight yourself",
+                    f"which keeps its cast and sums gradients in {node.autocast.dtype}. Expected one use; "
+                    f"leave autocast out and give precision=bf16, or cast the weight yourself",
                     found=name,
                     expected="a weight used once under autocast",
                 )
