@@ -194,12 +194,13 @@ def _run_job(command: Command, composed: DictConfig) -> int:
         file = run_folder / "config.json"
         save_composed(config, file)
         line = command(file, run_folder)
-        _restore("HYDRA_FULL_ERROR", None)
+        # ours for Hydra, which still needs it in a sweep, and not for the job
+        environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
         sys.stdout.flush()
         sys.stderr.flush()
         if not in_sweep:
-            os.execv(line[0], line)
-        code = subprocess.run(line, check=False).returncode
+            os.execve(line[0], line, environment)
+        code = subprocess.run(line, check=False, env=environment).returncode
     if in_sweep and code != 0:
         # the launcher finishes the other jobs, and only then raises it
         raise JobFailedError(code)

@@ -165,10 +165,14 @@ main(lambda file, folder: [sys.executable, "-c", show, str(file)], sys.argv[1:])
 """
 
 
-def run_cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+#: the same, with jobs that end as a refusal does
+REFUSING = ECHO.replace("['name'])", "['name']); sys.exit(2)")
+
+
+def run_cli(folder: Path, *arguments: str, script: str = ECHO) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])}
     environment.pop("HYDRA_FULL_ERROR", None)
-    command = [sys.executable, "-c", ECHO, *arguments]
+    command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -187,6 +191,13 @@ def test_a_sweep_runs_one_job_per_value(tmp_path: Path, arguments: list[str]) ->
     assert [line for line in done.stdout.splitlines() if "JOB" in line] == ["JOB 1GB mlp", "JOB 2GB mlp"], (
         done.stderr
     )
+
+
+def test_a_sweep_with_a_refused_job_runs_the_others_and_ends_with_its_code(tmp_path: Path) -> None:
+    done = run_cli(tmp_path, "-m", "model=mlp", "budget=1GB,2GB", script=REFUSING)
+    assert done.stdout.count("JOB") == 2, done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
 def test_a_sweep_file_runs_its_jobs(tmp_path: Path) -> None:
