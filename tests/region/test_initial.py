@@ -105,7 +105,7 @@ def transformer(name: str) -> ModelConfig:
 def graph_of(config: ModelConfig, seed: int = SEED) -> g.RegionGraph:
     """A graph without nodes: only parameters and their initial values, through the artifact's form."""
     built = build.build(config, seed)
-    stored, tensors = parameters.describe(built, built.model, {})
+    stored, tensors = parameters.describe(built, {})
     graph = g.RegionGraph(
         model=config.name, mode="train", precision="fp32", symbols={}, inputs=[], outputs=[], loss="",
         nodes=[], regions=[], values=[], parameters=stored,
