@@ -99,7 +99,9 @@ def filled_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "store"
 
 
-@pytest.mark.parametrize("damage", ["operator", "type", "number", "path", "truncated", "plan", "costs"])
+@pytest.mark.parametrize(
+    "damage", ["operator", "argument", "type", "number", "path", "truncated", "plan", "costs"]
+)
 def test_a_crafted_artifact_is_refused_and_nothing_runs(
     tmp_path: Path, filled_store: Path, damage: str
 ) -> None:
@@ -133,6 +135,8 @@ def _damaged(content: bytes, damage: str, planted: Path) -> bytes:
     if damage == "operator":
         node["op"] = "os.system"
         node["args"] = [f"touch {planted}"]
+    elif damage == "argument":
+        del node["args"][1]
     elif damage == "type":
         graph["regions"][0]["start"] = "0"
     elif damage == "number":

@@ -15,7 +15,7 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import Costs, RegionCost
-from stages.artifacts.errors import InfeasibleBudgetError
+from stages.artifacts.errors import ArtifactError, InfeasibleBudgetError
 from stages.config import RunConfig
 from stages.optim.make import make_kernel
 from stages.region import memory
@@ -80,7 +80,16 @@ def _measure_regions(graph: g.RegionGraph, gauge: PeakGauge, idle_bytes: int) ->
     for position, case in enumerate(cases.values(), start=1):
         _check_room(graph, case, idle_bytes)
         started = time.monotonic()
-        costs.append(measure_region(graph, case, gauge, seconds=_REPEATING_S / len(cases)))
+        try:
+            costs.append(measure_region(graph, case, gauge, seconds=_REPEATING_S / len(cases)))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ArtifactError(
+                f"region {case.region.name} does not run: {type(error).__name__}: {error}. Either the model "
+                f"fails on such a batch by itself (try it without a plan), or the graph was altered: "
+                f"trace again",
+                found=str(error),
+                expected="a region that runs on a batch of the planned sizes",
+            ) from error
         print(
             f"profile: kind {position} of {len(cases)} ({case.region.name}), forward "
             f"{costs[-1].forward_ns / 1e6:.1f} ms, backward {costs[-1].backward_ns / 1e6:.1f} ms, "
