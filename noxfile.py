@@ -8,7 +8,7 @@ nox.options.sessions = ["lint", "typecheck", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 nox.needs_version = ">=2024.4.15"
 
-SOURCES = ("stages", "tests", "noxfile.py")
+SOURCES = ("stages", "tests", "benchmarks", "noxfile.py")
 
 
 @nox.session

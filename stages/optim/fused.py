@@ -8,6 +8,7 @@ torch.optim.AdamW, Adam, SGD and Adagrad.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,7 @@ class FusedKernel(UpdateKernel):
         with torch.no_grad():
             self._apply(weight.detach(), gradient.detach(), states, step, lr)
 
+    @abstractmethod
     def _apply(
         self,
         weight: torch.Tensor,
@@ -65,7 +67,7 @@ class FusedKernel(UpdateKernel):
         step: int,
         lr: float,
     ) -> None:
-        raise NotImplementedError
+        """Calls the fused operator on flat tensors of the same elements."""
 
 
 def states_dtype(states: Mapping[str, torch.Tensor], default: torch.dtype) -> torch.dtype:
