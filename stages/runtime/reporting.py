@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import Costs
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
+from stages.process import versions
 from stages.region import memory
 from stages.runtime.loop import TrainingLoop
 
@@ -30,7 +29,7 @@ def summarise(graph: g.RegionGraph, costs: Costs, plan: Plan, loop: TrainingLoop
         solver=plan.solver,
         optimizer_implementation=plan.implementation,
         threads=costs.threads,
-        versions=_versions(),
+        versions=versions(),
         steps=len(history.losses),
         budget_bytes=plan.budget_bytes,
         peak_bytes=max(stage_peaks.values()),
@@ -53,16 +52,6 @@ def summarise(graph: g.RegionGraph, costs: Costs, plan: Plan, loop: TrainingLoop
         step_peak_bytes=history.step_peak_bytes,
         evaluations=history.evaluations,
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def _moved_bytes(steps: list[dict[str, int]]) -> dict[str, int]:
