@@ -126,10 +126,18 @@ class Placement(Struct, frozen=True):
     gradients: str
     values: dict[str, str]  # value -> "keep" | "move"
     chunk_elements: Integer  # elements of one update chunk, a multiple of 1024
-    #: region index -> how many regions ahead of its use its weights are fetched (>= 0)
+    #: region index -> how many regions ahead of its forward its weights are fetched (>= 0), and for how
+    #: many regions after it what moves may still be on its way to disk
     prefetch: list[Integer]
     #: update chunks on the device at once: 1 is read, updated and written alone, 3 overlap all lanes
     chunk_slots: Integer = 2
+    #: region index -> how many regions ahead of its backward its weights and what moved are fetched;
+    #: empty: as `prefetch`
+    prefetch_backward: list[Integer] = []
+    #: weights that stay although their region streams
+    resident_weights: list[str] = []
+    #: parameter with streamed state -> its leading elements whose state stays, a multiple of 4096
+    resident_elements: dict[str, Integer] = {}
 
 
 class Prediction(Struct, frozen=True):

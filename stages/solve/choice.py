@@ -20,9 +20,9 @@ MOST_CHUNKS = 4096
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights that the same regions use. bytes: of their slots.
+    """Weights that are placed together: a large one, or all small ones that the same regions use.
 
-    in_place: an update inside backward needs them on the device.
+    bytes: of their slots. in_place: an update inside backward needs them on the device.
     """
 
     parameters: tuple[str, ...]
@@ -48,7 +48,8 @@ def weight_groups(problem: Problem) -> tuple[WeightGroup, ...]:
     for parameter in problem.parameters.values():
         if parameter.uses:
             in_place = parameter.updated and not parameter.has_master
-            key = (parameter.uses, parameter.backward_uses, in_place)
+            alone = parameter.name if parameter.elements >= SMALL_ELEMENTS else ""
+            key = (parameter.uses, parameter.backward_uses, in_place, alone)
             groups.setdefault(key, []).append(parameter.name)
     found = []
     for key, names in groups.items():
@@ -77,7 +78,11 @@ def state_groups(problem: Problem) -> tuple[StateGroup, ...]:
 
 @dataclass
 class Choice:
-    """weights, state: whether streamed, per region and per state group."""
+    """weights, state: whether streamed, per region and per state group.
+
+    held: weight groups that stay although their region streams. kept: leading elements whose state
+    stays, of parameters in streamed state groups. prefetch: per slot, so forward and backward.
+    """
 
     weights: list[bool]
     activations: list[str]
@@ -87,6 +92,8 @@ class Choice:
     chunk_elements: int = CHUNK_SIZES[0]
     chunk_slots: int = 3
     prefetch: list[int] = field(default_factory=list)
+    held: frozenset[int] = frozenset()
+    kept: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> Choice:
         return replace(
@@ -95,6 +102,7 @@ class Choice:
             activations=list(self.activations),
             state=list(self.state),
             prefetch=list(self.prefetch),
+            kept=dict(self.kept),
         )
 
 
@@ -107,7 +115,7 @@ def everything_resident(problem: Problem) -> Choice:
         ],
         state=[False] * len(state_groups(problem)),
         gradients="keep" if problem.defers_update else "consume",
-        prefetch=[0] * len(problem.regions),
+        prefetch=[0] * problem.slots,
     )
 
 
@@ -131,9 +139,23 @@ def to_placement(problem: Problem, choice: Choice) -> Placement:
             if value.producer >= 0
         },
         chunk_elements=choice.chunk_elements,
-        prefetch=list(choice.prefetch),
+        prefetch=choice.prefetch[: len(problem.regions)],
         chunk_slots=choice.chunk_slots,
+        prefetch_backward=[choice.prefetch[slot] for slot in _backward_slots(problem)],
+        resident_weights=_held_weights(problem, choice),
+        resident_elements={name: count for name, count in choice.kept.items() if state[name] == "streamed"},
     )
+
+
+def _backward_slots(problem: Problem) -> list[int]:
+    return [problem.backward_slot(region.index) for region in problem.regions]
+
+
+def _held_weights(problem: Problem, choice: Choice) -> list[str]:
+    if not choice.held:
+        return []
+    groups = weight_groups(problem)
+    return [name for index in sorted(choice.held) for name in groups[index].parameters]
 
 
 def chunk_sizes(problem: Problem) -> tuple[int, ...]:

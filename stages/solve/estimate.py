@@ -16,7 +16,7 @@ from stages.solve.choice import Choice, StateGroup, WeightGroup, state_groups, w
 from stages.solve.lowering.step import value_uses
 from stages.solve.lowering.windows import Window, windows
 from stages.solve.moments import Memory, Positions
-from stages.solve.pace import Transfer, UpdateCost, step_ns, update_cost
+from stages.solve.pace import Transfer, Updated, UpdateCost, step_ns, update_cost, whole_pieces
 from stages.solve.problem import PlannedParameter, PlannedRegion, Problem
 
 #: (position, bytes that begin or, negative, end there)
@@ -77,7 +77,7 @@ class Estimator(Positions):
         return self._memory(self._details(choice))
 
     def _windows(self, key: tuple[object, ...], uses: list[int], choice: Choice, lag: int) -> list[Window]:
-        leads = tuple([choice.prefetch[self.region_of(use)] for use in uses])
+        leads = tuple([choice.prefetch[use] for use in uses])
         known = (*key, leads, lag)
         found = self._cache.get(known)
         if found is None:
@@ -89,7 +89,10 @@ class Estimator(Positions):
     # what a choice means
 
     def _details(self, choice: Choice) -> _Details:
-        streamed = [any(choice.weights[region] for region in group.regions) for group in self.weights]
+        streamed = [
+            index not in choice.held and any([choice.weights[region] for region in group.regions])
+            for index, group in enumerate(self.weights)
+        ]
         return _Details(
             choice, streamed, {region: self._update(choice, streamed, region) for region in self._updated_in}
         )
@@ -102,12 +105,19 @@ class Estimator(Positions):
                 for weight, state in self._groups_in[region]
             ]
         )
-        known = ("update", region, choice.chunk_elements, choice.gradients, flags)
+        kept = tuple(
+            [choice.kept.get(item.name, 0) for item in self._updated_in[region]] if choice.kept else ()
+        )
+        known = ("update", region, choice.chunk_elements, choice.gradients, flags, kept)
         found = self._cache.get(known)
         if found is None:
             by_group = dict(zip(self._groups_in[region], flags, strict=True))
             updated = [
-                (parameter, *by_group[self._group_of[parameter.name]])
+                Updated(
+                    parameter,
+                    *by_group[self._group_of[parameter.name]],
+                    choice.kept.get(parameter.name, 0),
+                )
                 for parameter in self._updated_in[region]
             ]
             found = update_cost(self.problem, updated, choice.chunk_elements, choice.gradients)
@@ -128,6 +138,7 @@ class Estimator(Positions):
         resident += sum(
             group.bytes for streamed, group in zip(choice.state, self.states, strict=True) if not streamed
         )
+        resident += self._kept_bytes(choice)
         resident += self._records + sum(cost.record_bytes for cost in details.updates.values())
         for index, streamed in enumerate(details.streamed):
             if streamed:
@@ -135,6 +146,15 @@ class Estimator(Positions):
         moving = list(accumulate(planned[:-1]))
         self._add_chunks(details, moving)
         return Memory(resident, moving, self._dynamic(choice))
+
+    def _kept_bytes(self, choice: Choice) -> int:
+        """Optimizer state that stays of parameters whose other state streams."""
+        total = 0
+        for name, elements in choice.kept.items():
+            if choice.state[self._group_of[name][1]]:
+                parameter = self.problem.parameters[name]
+                total += sum([piece.itemsize for piece in whole_pieces(parameter)]) * elements
+        return total
 
     def _add_weight(self, change: list[int], index: int, choice: Choice) -> None:
         group = self.weights[index]
@@ -165,8 +185,10 @@ class Estimator(Positions):
             self._apply(change, self._value_change(name, choice, moves=False), -1)
             self._apply(change, self._value_change(name, choice, moves=True), 1)
         for region in self.problem.regions:
-            how, lead = choice.activations[region.index], choice.prefetch[region.index]
-            known = ("region", region.index, how, lead)
+            how, back = choice.activations[region.index], self.problem.backward_slot(region.index)
+            known = ("region", region.index, how)
+            if how == "move":
+                known = (*known, choice.prefetch[region.index], choice.prefetch[back])
             if known not in self._cache:
                 self._cache[known] = self._region_change(region, choice)
             ends, forward_work, backward_work = self._cache[known]  # type: ignore[misc]
@@ -198,7 +220,7 @@ class Estimator(Positions):
 
     def _value_change(self, name: str, choice: Choice, *, moves: bool) -> Change:
         slots, size = self._value_slots[name], self.problem.values[name].bytes
-        lag = choice.prefetch[self.region_of(slots[0])]
+        lag = choice.prefetch[slots[0]]
         stays = [Window(0, slots[0], slots[-1])]
         if moves:
             stays = self._windows(("value", name), slots, choice, lag)
@@ -279,7 +301,7 @@ class Estimator(Positions):
         ]
         for name in choice.values:
             slots = self._value_slots[name]
-            lag = choice.prefetch[self.region_of(slots[0])]
+            lag = choice.prefetch[slots[0]]
             stays = self._windows(("value", name), slots, choice, lag)
             transfers.append(Transfer(self.problem.values[name].bytes, 1, tuple(stays), slots[0], lag))
         for region in self.problem.regions:

@@ -12,7 +12,7 @@ from stages.artifacts.costs import LinkCost
 from stages.artifacts.plan import bookkeeping_bytes
 from stages.solve.choice import Choice
 from stages.solve.lowering.windows import Window
-from stages.solve.problem import PlannedParameter, Problem, align
+from stages.solve.problem import Piece, PlannedParameter, Problem, align
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,17 @@ class UpdateCost:
     chunks: int
     chunk_bytes: int
     record_bytes: int
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A parameter to update; whether its weight and its state are streamed, and the leading elements
+    whose state stays all the same."""
+
+    parameter: PlannedParameter
+    weight_moves: bool
+    state_moves: bool
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,24 +61,22 @@ def transfer_ns(link: LinkCost, size_bytes: int, transfers: int, *, contended: b
 
 def update_cost(
     problem: Problem,
-    updated: Iterable[tuple[PlannedParameter, bool, bool]],
+    updated: Iterable[Updated],
     chunk_elements: int,
     gradients: str,
 ) -> UpdateCost:
-    """Cost of updating parameters one after another.
-
-    Args:
-        updated: With each, whether its weight and whether its state is streamed.
-    """
+    """Cost of updating parameters one after another."""
     read = write = compute = 0.0
     chunks = chunk_bytes = records = 0
-    for parameter, weight_moves, state_moves in updated:
-        size = parameter.elements
+    for item in updated:
+        parameter, weight_moves = item.parameter, item.weight_moves
+        size, kept = parameter.elements, item.kept if item.state_moves else 0
         length = min(chunk_elements, size) if problem.optimizer.chunkable else size
-        units = -(-size // length)
-        into, out, reads, writes = _per_element(parameter, weight_moves, state_moves, gradients)
-        read += transfer_ns(problem.read, into * size, reads * units, contended=True)
-        write += transfer_ns(problem.write, out * size, writes * units, contended=True)
+        units = -(-kept // length) + -(-(size - kept) // length)
+        into, out, reads, writes = _per_element(parameter, weight_moves, item.state_moves, gradients)
+        saved = kept * sum([piece.itemsize for piece in whole_pieces(parameter)])
+        read += transfer_ns(problem.read, into * size - saved, reads * units, contended=True)
+        write += transfer_ns(problem.write, out * size - saved, writes * units, contended=True)
         if weight_moves and not parameter.has_master and gradients == "consume":
             write += transfer_ns(problem.write, parameter.bytes, 1, contended=True)
         compute += units * problem.optimizer.latency_ns
@@ -78,11 +87,16 @@ def update_cost(
     return UpdateCost(read, compute, write, chunks, chunk_bytes, records)
 
 
+def whole_pieces(parameter: PlannedParameter) -> list[Piece]:
+    """Optimizer state and master that grow with their parameter: those that stream."""
+    return [piece for piece in parameter.pieces if piece.elements == parameter.elements]
+
+
 def _per_element(
     parameter: PlannedParameter, weight_moves: bool, state_moves: bool, gradients: str
 ) -> tuple[int, int, int, int]:
     """Bytes read and written per element, and transfers each way per chunk."""
-    pieces = [piece for piece in parameter.pieces if piece.elements == parameter.elements]
+    pieces = whole_pieces(parameter)
     into = out = sum(piece.itemsize for piece in pieces) if state_moves else 0
     reads = writes = len(pieces) if state_moves else 0
     if weight_moves and (parameter.has_master or gradients != "consume"):

@@ -29,10 +29,29 @@ def spans_of(problem: Problem, placement: Placement, parameter: PlannedParameter
     chunk = placement.chunk_elements
     if chunk < 1 or chunk % ALIGNMENT:
         raise ArtifactError(f"chunk_elements is {chunk}; expected a positive multiple of {ALIGNMENT}")
-    if not problem.optimizer.chunkable or parameter.elements <= chunk:
+    if not problem.optimizer.chunkable:
         return [Span(0, parameter.elements)]
-    starts = range(0, parameter.elements, chunk)
-    return [Span(start, min(chunk, parameter.elements - start)) for start in starts]
+    kept = _kept_elements(placement, parameter)
+    return [*_cut(0, kept, chunk), *_cut(kept, parameter.elements, chunk)]
+
+
+def _cut(start: int, end: int, chunk: int) -> list[Span]:
+    return [Span(here, min(chunk, end - here)) for here in range(start, end, chunk)]
+
+
+def _kept_elements(placement: Placement, parameter: PlannedParameter) -> int:
+    """Leading elements whose state stays on the device while the rest streams.
+
+    Raises:
+        ArtifactError: The border is off the disk's alignment or outside the parameter.
+    """
+    kept = placement.resident_elements.get(parameter.name, 0)
+    if kept % ALIGNMENT or not 0 <= kept < max(1, parameter.elements):
+        raise ArtifactError(
+            f"{kept} elements of {parameter.name} keep their state; expected a multiple of {ALIGNMENT} "
+            f"under its {parameter.elements} elements"
+        )
+    return kept
 
 
 class BufferTable:
@@ -43,12 +62,16 @@ class BufferTable:
         self._placement = placement
         self.buffers: list[Buffer] = []
         self.disk_bytes = 0
+        held = frozenset(placement.resident_weights)
         self.streamed = frozenset(
             name
             for name, parameter in problem.parameters.items()
             # what no region reads has no business on the device
             if not parameter.uses
-            or any(placement.regions[region].weights == "streamed" for region in parameter.uses)
+            or (
+                name not in held
+                and any(placement.regions[region].weights == "streamed" for region in parameter.uses)
+            )
         )
         self._extents: dict[tuple[str, str, str], int] = {}
         self._ids: dict[tuple[str, str, str, int], int] = {}
@@ -105,27 +128,33 @@ class BufferTable:
         return [self._optimizer_piece(parameter, piece, span) for piece in parameter.pieces]
 
     def _optimizer_piece(self, parameter: PlannedParameter, piece: Piece, span: Span) -> int:
-        if not self.streams(parameter, piece) or piece.elements != parameter.elements:
+        if piece.elements != parameter.elements or not self._is_cut(parameter, piece):
             span = Span(0, piece.elements)
         return self._ids[(piece.role, parameter.name, piece.state, span.start)]
 
-    def streams(self, parameter: PlannedParameter, piece: Piece) -> bool:
-        """Whether the piece waits on disk. A state that does not grow with its parameter (a count)
-        stays, unless updates take whole parameters."""
+    def streams(self, parameter: PlannedParameter, piece: Piece, span: Span) -> bool:
+        """Whether the piece's elements in the span wait on disk. A state that does not grow with its
+        parameter (a count) stays, unless updates take whole parameters."""
         if self._placement.state.get(parameter.name, "resident") != "streamed":
             return False
-        return piece.elements == parameter.elements or not self._problem.optimizer.chunkable
+        if piece.elements != parameter.elements:
+            return not self._problem.optimizer.chunkable
+        return span.start >= _kept_elements(self._placement, parameter)
+
+    def _is_cut(self, parameter: PlannedParameter, piece: Piece) -> bool:
+        """Whether the piece has a buffer for each span: it streams, if only in part."""
+        return self.streams(parameter, piece, Span(piece.elements, 0))
 
     def _add_pieces(self) -> None:
         for parameter in self._problem.updated:
             for piece in parameter.pieces:
-                streams = self.streams(parameter, piece)
                 spans = [Span(0, piece.elements)]
-                if streams:
+                if self._is_cut(parameter, piece):
                     self._extent(piece.role, parameter.name, piece.bytes, piece.state)
                     if piece.elements == parameter.elements:
                         spans = spans_of(self._problem, self._placement, parameter)
                 for span in spans:
+                    streams = self.streams(parameter, piece, span)
                     home = self._extents.get((piece.role, parameter.name, piece.state), 0)
                     self._add(
                         piece.role,

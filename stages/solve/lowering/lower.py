@@ -52,7 +52,8 @@ def lower(
         batch = [name for name, value in evaluation.values.items() if value.producer < 0]
         inputs = [table.evaluation_value(evaluation, name) for name in batch]
         phase = _new_draft("evaluate", problem, table, batch=inputs)
-        lower_evaluation(evaluation, table, phase, max(placement.prefetch, default=0))
+        lead = min(1, max(placement.prefetch, default=0))  # no plan is made around it
+        lower_evaluation(evaluation, table, phase, lead)
         drafts.append((phase, between))
     phases = [draft for draft, _ in drafts]
     offsets, arena_bytes = lay_out(table.buffers, [draft.residencies for draft in phases], layout)
@@ -97,7 +98,8 @@ def _lower_update(problem: Problem, placement: Placement, table: BufferTable) ->
 
 def _check(problem: Problem, placement: Placement, evaluation: Problem | None) -> None:
     regions = len(problem.regions)
-    if len(placement.regions) != regions or len(placement.prefetch) != regions:
+    counts = (placement.regions, placement.prefetch, placement.prefetch_backward or placement.prefetch)
+    if any(len(counted) != regions for counted in counts):
         raise ArtifactError(
             f"the placement speaks of {len(placement.regions)} regions; the graph has {regions}. Solve again"
         )

@@ -45,7 +45,8 @@ def value_uses(problem: Problem, value: PlannedValue) -> list[int]:
 def lead_of(problem: Problem, placement: Placement) -> Callable[[int], int]:
     """How many slots before the use in a slot its fetch may start."""
     count = len(problem.regions)
-    return lambda slot: placement.prefetch[slot if slot < count else 2 * count - 1 - slot]
+    back = placement.prefetch_backward or placement.prefetch
+    return lambda slot: placement.prefetch[slot] if slot < count else back[2 * count - 1 - slot]
 
 
 def build_schedule(problem: Problem, placement: Placement, table: BufferTable) -> Schedule:

@@ -85,7 +85,7 @@ def _optimizer_accesses(
     moving = [
         buffer
         for buffer, piece in zip(pieces, parameter.pieces, strict=True)
-        if table.streams(parameter, piece)
+        if table.streams(parameter, piece, span)
     ]
     return list(moving), list(pieces), list(pieces), list(moving), []
 

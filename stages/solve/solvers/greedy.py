@@ -26,14 +26,14 @@ class Item:
         match self.kind, self.target:
             case "weights", int(region):
                 changed.weights[region] = True
-                changed.prefetch[region] = max(changed.prefetch[region], self.prefetch)
+                self._fetch_ahead(changed, region)
             case "state", int(group):
                 changed.state[group] = True
             case "recompute", int(region):
                 changed.activations[region] = "recompute"
             case "move", int(region):
                 changed.activations[region] = "move"
-                changed.prefetch[region] = max(changed.prefetch[region], self.prefetch)
+                self._fetch_ahead(changed, region)
             case "value", str(name):
                 changed.values = changed.values | {name}
             case "gradients", _:
@@ -43,6 +43,11 @@ class Item:
             case "slots", int(slots):
                 changed.chunk_slots = min(changed.chunk_slots, slots)
         return changed
+
+    def _fetch_ahead(self, choice: Choice, region: int) -> None:
+        """Both uses of the region's weights: forward and backward."""
+        for slot in (region, len(choice.prefetch) - 1 - region):
+            choice.prefetch[slot] = max(choice.prefetch[slot], self.prefetch)
 
     def revert(self, choice: Choice) -> Choice:
         """A copy of `choice` with this taken back."""
@@ -213,10 +218,10 @@ class Greedy:
         """Starts transfers later, best profit first, until the peak fits."""
         while state.memory.peak_bytes > self._target:
             best: tuple[tuple[float, float, float], State] | None = None
-            for region, distance in enumerate(state.choice.prefetch):
+            for slot, distance in enumerate(state.choice.prefetch):
                 if distance > 0:
                     choice = state.choice.copy()
-                    choice.prefetch[region] = distance - 1
+                    choice.prefetch[slot] = distance - 1
                     trial = self._state(choice)
                     freed = state.memory.peak_bytes - trial.memory.peak_bytes
                     freed += sum(state.memory.planned) - sum(trial.memory.planned)
