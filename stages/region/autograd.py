@@ -10,7 +10,7 @@ the whole model. Second, what autograd saves of a weight or of an input value is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,6 +38,11 @@ class Span:
     @staticmethod
     def of(tensor: torch.Tensor) -> Span:
         return Span(tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+    @property
+    def bytes(self) -> int:
+        """From the first element to the last, both included."""
+        return _span_elements(self.size, self.stride) * self.dtype.itemsize
 
     def view(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
         """The tensor again, `offset` elements into `storage`."""
@@ -236,10 +241,13 @@ class _NamedSpans:
 
 def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from a strided tensor's first element to its last, both included."""
-    if tensor.numel() == 0:
+    return _span_elements(tensor.size(), tensor.stride()) * tensor.element_size()
+
+
+def _span_elements(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    if 0 in sizes:
         return 0
-    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
 
 
 def _drop(tensor: torch.Tensor) -> None:

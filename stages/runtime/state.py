@@ -12,6 +12,7 @@ from stages.artifacts.plan import Buffer, Plan
 from stages.region import operators
 from stages.region.autograd import Span, Tape
 from stages.runtime.tiers.arena import Arena
+from stages.runtime.tiers.pages import storage_on_pages
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,7 @@ class Layout:
         return Layout(Span.of(tensor))
 
     def new_tensor(self) -> torch.Tensor:
-        made = torch.empty_strided(self.span.size, self.span.stride, dtype=self.span.dtype)
-        return self.span.view(made.untyped_storage(), 0)
+        return self.span.view(storage_on_pages(self.span.bytes), 0)
 
 
 @dataclass

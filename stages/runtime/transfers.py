@@ -9,6 +9,7 @@ from stages.region.autograd import span_bytes
 from stages.runtime.compute import Compute
 from stages.runtime.state import Layout, TrainingState, in_order_of
 from stages.runtime.tiers.disk import DiskFile
+from stages.runtime.tiers.pages import storage_on_pages
 
 
 class Transfers:
@@ -75,7 +76,7 @@ class Transfers:
         return moved
 
     def _read_saved(self, region: int, extent: int, compute: Compute) -> int:
-        storages = [torch.UntypedStorage(size) for size in compute.step.saved_away.pop(region)]
+        storages = [storage_on_pages(size) for size in compute.step.saved_away.pop(region)]
         moved = 0
         for storage, offset in zip(storages, _offsets(storages, extent), strict=True):
             moved += self._disk.read_into(_storage_bytes(storage), offset)

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from stages.artifacts.plan import ALIGNMENT
 from stages.runtime.tiers import space
-from stages.runtime.tiers.memoryviews import Bytes, address_of, as_bytes
+from stages.runtime.tiers.memoryviews import Bytes, address_of, as_bytes, copy
 
 #: bytes of one system call at most: enough for full bandwidth, and a lane notices an abort soon
 BLOCK_BYTES = 16 * 2**20
@@ -165,7 +165,7 @@ class DiskFile:
                 skip = (offset + start) % ALIGNMENT
                 blocks = bounce[: _round_up(skip + part.nbytes)]
                 self._transfer(blocks, offset + start - skip, writing=False)
-                part[:] = blocks[skip : skip + part.nbytes]
+                copy(blocks[skip : skip + part.nbytes], part)
 
     def _write_bounced(self, view: memoryview, offset: int, *, pad: bool) -> None:
         with self._bounce() as bounce:
@@ -180,7 +180,7 @@ class DiskFile:
         blocks = bounce[: _round_up(end)]
         keeps_tail = end < blocks.nbytes and not pad
         if skip == 0 and not keeps_tail:
-            blocks[:end] = part
+            copy(part, blocks[:end])
             self._transfer(blocks, offset, writing=True)
             return
         # Another thread may own the other bytes of these blocks: read, change and write as one.
@@ -190,7 +190,7 @@ class DiskFile:
             if keeps_tail and (skip == 0 or blocks.nbytes > ALIGNMENT):
                 last = blocks.nbytes - ALIGNMENT
                 self._transfer(blocks[last:], offset - skip + last, writing=False)
-            blocks[skip:end] = part
+            copy(part, blocks[skip:end])
             self._transfer(blocks, offset - skip, writing=True)
 
     @contextmanager
