@@ -7,7 +7,6 @@ Needs neither Hydra nor OmegaConf: a stage reads the composed configuration from
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,9 @@ from typing import Any
 import msgspec
 
 from stages.artifacts.errors import ConfigError
+from stages.hardware import HardwareConfig as HardwareConfig
+from stages.sizes import format_size as format_size
+from stages.sizes import parse_size as parse_size
 
 #: what OmegaConf calls a value that must be given
 MISSING: Any = "???"
@@ -24,58 +26,6 @@ SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async")
 DEVICES = ("auto", "cpu", "cuda")
 DATASETS = ("text", "tokens", "random")
 MODEL_SOURCES = ("transformers", "directory", "module")
-
-_UNITS = {
-    "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]+)(?:\.([0-9]+))?\s*([A-Za-z]*)\s*")
-_SIZE_EXPECTED = "a positive size such as 8GB (10^9 bytes), 8GiB (2^30 bytes), 1200MB or a count of bytes"
-
-
-def parse_size(text: str | int, key: str) -> int:
-    """The bytes that `text` stands for: 8GB, 8GiB, 8gb, 1.5GB, 8192MB, 1000000.
-
-    GB is 10^9 bytes and GiB 2^30; a bare integer is bytes. Letters may have any case, except that
-    a lower-case b after a capital, as in 8Gb, means bits and is refused.
-
-    Args:
-        key: The configuration key, for the message.
-
-    Raises:
-        ConfigError: `text` is no size, or not positive.
-    """
-    found = str(text)
-
-    def refuse(why: str) -> ConfigError:
-        message = f"{key}={found} {why}; expected {_SIZE_EXPECTED}"
-        return ConfigError(message, key=key, found=found, expected=_SIZE_EXPECTED)
-
-    match = _SIZE.fullmatch(found)
-    if match is None:
-        raise refuse("is not a size")
-    whole, fraction, unit = match.group(1), match.group(2) or "", match.group(3)
-    if unit.endswith("b") and unit != unit.lower():
-        raise refuse("counts bits (a small b after a capital letter)")
-    if unit.lower() not in _UNITS and unit:
-        raise refuse(f"has the unknown unit {unit}")
-    if fraction and not unit:
-        raise refuse("is not a whole number of bytes")
-    size, remainder = divmod(int(whole + fraction) * _UNITS[unit.lower() or "b"], 10 ** len(fraction))
-    if remainder:
-        raise refuse("is not a whole number of bytes")
-    if size == 0:
-        raise refuse("is zero")
-    return size
-
-
-def format_size(size_bytes: int) -> str:
-    """Bytes as text in the one unit of all reports, MB (10^6 bytes), rounded up to a tenth.
-
-    `parse_size` reads it back: a budget that is printed can be given.
-    """
-    return f"{math.ceil(size_bytes / 10**5) / 10:.1f}MB"
 
 
 def _require(condition: bool, key: str, found: object, expected: str) -> None:
@@ -233,6 +183,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

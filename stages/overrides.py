@@ -19,11 +19,15 @@ from hydra.errors import HydraException
 
 from stages.artifacts.errors import ConfigError
 from stages.config import RunConfig, parse_size
+from stages.hardware import SIZE_FIELDS as HARDWARE_SIZES
 
-GROUPS = ("model", "data", "optimizer", "solver", "device", "experiment", "sweep")
+GROUPS = ("model", "data", "optimizer", "solver", "device", "hardware", "experiment", "sweep")
 #: groups that change the whole configuration and have no section of their own
 GLOBAL_GROUPS = ("experiment", "sweep")
-SIZE_KEYS = ("budget", "tiers.host_budget", "tiers.disk_budget")
+SIZE_KEYS = (
+    "budget", "tiers.host_budget", "tiers.disk_budget",
+    *(f"hardware.{name}" for name in HARDWARE_SIZES),
+)  # fmt: skip
 
 
 def schema_keys(record: type = RunConfig, prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,8 @@ from stages.region.interpreter import RegionFunction
 
 #: Finds the present tensor of a weight or input value by name.
 Lookup = Callable[[str], torch.Tensor]
+#: In which a region's forward packs what autograd saves.
+Hooks = AbstractContextManager[object]
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def forward(
     gradients_of: frozenset[str],
     keep: bool,
     lookup: Lookup,
+    hooks: Hooks | None = None,
 ) -> tuple[dict[str, torch.Tensor], Tape]:
     """Runs a region in grad mode.
 
@@ -131,13 +134,15 @@ def forward(
         keep: Whether autograd's saved tensors are kept. Otherwise they are dropped as they come: the
             operators run in grad mode all the same, since a forward without it may pick another kernel.
         lookup: Where backward finds a weight or input value by name.
+        hooks: In place of those that pack saved tensors; None: what `keep` asks for.
 
     Returns:
         The outputs, detached, and the tape (empty when not kept).
     """
     tape = Tape()
     leaves = {name: tensors[name].detach().requires_grad_() for name in tensors if name in gradients_of}
-    hooks = _keeping(tape, tensors, lookup) if keep else saved_tensors_hooks(_drop, _refuse)
+    if hooks is None:
+        hooks = _keeping(tape, tensors, lookup) if keep else saved_tensors_hooks(_drop, _refuse)
     with torch.enable_grad(), hooks:
         outputs = function({**tensors, **leaves}, sizes)
     if keep:

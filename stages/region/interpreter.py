@@ -30,15 +30,23 @@ class RegionFunction:
         graph: The traced model.
         region: The region to run.
         device: Where tensors that operators create are made.
+        stand_ins: Operator name -> what is called in its place: another device's kernel of it.
 
     Raises:
         ArtifactError: A node names an operator that is not allowed.
     """
 
-    def __init__(self, graph: g.RegionGraph, region: g.Region, device: torch.device) -> None:
+    def __init__(
+        self,
+        graph: g.RegionGraph,
+        region: g.Region,
+        device: torch.device,
+        stand_ins: Mapping[str, Callable[..., object]] | None = None,
+    ) -> None:
         self.region = region
         self._device = device
-        self._steps = _resolve(graph.nodes[region.start : region.end], frozenset(region.outputs))
+        nodes = graph.nodes[region.start : region.end]
+        self._steps = _resolve(nodes, frozenset(region.outputs), stand_ins or {})
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: dict[str, int]) -> dict[str, torch.Tensor]:
         """The region's outputs by value name.
@@ -116,7 +124,9 @@ def node_references(node: g.Node) -> Iterator[str]:
         yield from references(arg)
 
 
-def _resolve(nodes: list[g.Node], outputs: frozenset[str]) -> list[_Step]:
+def _resolve(
+    nodes: list[g.Node], outputs: frozenset[str], stand_ins: Mapping[str, Callable[..., object]]
+) -> list[_Step]:
     """Nodes with their callables, and with the names whose last read each one is."""
     steps: list[_Step] = []
     still_read = set(outputs)
@@ -126,6 +136,7 @@ def _resolve(nodes: list[g.Node], outputs: frozenset[str]) -> list[_Step]:
             dying.add(node.name)
         still_read |= dying
         call = operator.getitem if node.op == "getitem" else operators.resolve(node.op)
+        call = stand_ins.get(node.op, call)
         steps.append(_Step(node, call, tuple(dying - outputs)))
     return steps[::-1]
 
