@@ -65,6 +65,20 @@ def profile_key(config: RunConfig, graph: Path) -> str:
     )
 
 
+def roofline_key(config: RunConfig, graph: Path) -> str:
+    """The graph, the hardware planned for, and the optimizer; no machine."""
+    return key_of(
+        {
+            "graph": content_hash(graph),
+            "hardware": dataclasses.asdict(config.hardware),
+            "precision": config.precision,
+            "optimizer": dataclasses.asdict(config.optimizer),
+            "code": _code("stages.trace.profile.roofline.stage"),
+            **_common(),
+        }
+    )
+
+
 def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
     """Graphs and costs, budgets and solver."""
     tiers = config.tiers
@@ -76,6 +90,7 @@ def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
                 if kind.removeprefix(EVALUATION) in ("graph", "costs")
             },
             "budgets": [config.budget_bytes, tiers.host_budget, tiers.disk_budget],
+            "hardware": dataclasses.asdict(config.hardware),
             "solver": dataclasses.asdict(config.solver),
             "precision": config.precision,
             "code": _code("stages.solve.stage"),

@@ -34,7 +34,9 @@ from stages.config import RunConfig, load_composed
 MODULES = {
     "trace": "stages.trace",
     "profile": "stages.trace.profile",
+    "roofline": "stages.trace.profile.roofline",
     "solve": "stages.solve",
+    "whatif": "stages.report.whatif",
     "runtime": "stages.runtime",
     "report": "stages.report",
 }

@@ -35,8 +35,12 @@ from stages.process import (
 )
 
 #: stage -> the kinds of artifact that it leaves in the store
-PRODUCTS = {"trace": ("graph",), "profile": ("costs",), "solve": ("plan", "timeline")}
+PRODUCTS = {
+    "trace": ("graph",), "profile": ("costs",), "roofline": ("costs",), "solve": ("plan", "timeline"),
+}  # fmt: skip
 STAGES = ("trace", "profile", "solve", "runtime", "report")
+#: a plan for hardware that is not here: the last two stages do not follow
+PLANNING = ("trace", "roofline", "solve")
 
 
 class StageFailedError(Exception):
@@ -64,6 +68,9 @@ class Pipeline:
             ArtifactError: A predecessor of `only` has not been run.
             StageFailedError: A stage refused or died; it has said why.
         """
+        if self.config.hardware.planned_for:
+            self._plan_elsewhere(only)
+            return
         wanted = [only] if only else list(STAGES)
         for stage in STAGES[: STAGES.index(wanted[-1]) + 1]:
             if stage in PRODUCTS:
@@ -74,6 +81,14 @@ class Pipeline:
                 self._start(stage, self.artifacts, {})
         if only == "runtime":
             self._start("report", self.artifacts, {})
+
+    def _plan_elsewhere(self, only: str) -> None:
+        """Makes all that a plan for other hardware needs, whatever the store lacks."""
+        last = "roofline" if only == "profile" else only
+        for stage in PLANNING[: PLANNING.index(last) + 1]:
+            self._provide(stage, True)
+        if last == "solve":
+            self._start("whatif", {}, {})
 
     def _evaluation(self) -> Pipeline:
         """The same job with the model in evaluation mode, in a folder of its own."""
@@ -128,6 +143,8 @@ class Pipeline:
     def _key(self, stage: str) -> str:
         if stage == "trace":
             return keys.trace_key(self.config)
+        if stage == "roofline":
+            return keys.roofline_key(self.config, self.artifacts["graph"])
         if stage == "profile":
             return keys.profile_key(self.config, self.artifacts["graph"])
         return keys.solve_key(self.config, self.artifacts)
@@ -137,7 +154,7 @@ class Pipeline:
     ) -> None:
         say(f"{stage}: {what or 'started'}")
         begin = time.monotonic()
-        if stage == "report":
+        if stage in ("report", "whatif"):
             command = [sys.executable, "-m", MODULES[stage], str(self.run_folder)]
         else:
             command = stage_command(
@@ -180,6 +197,41 @@ def require_device(config: RunConfig) -> None:
         )
 
 
+def for_hardware(config: RunConfig, only: str) -> RunConfig:
+    """The configuration of a plan for `config.hardware`.
+
+    Its batches have the planned sizes alone: no smaller one will come, and tracing sizes as symbols
+    takes twice the time.
+
+    Args:
+        only: The stage that was asked for; "": all of them.
+
+    Raises:
+        ConfigError: Training was asked for; or the budget is more than the device has.
+    """
+    hardware = config.hardware
+    if only not in ("trace", "profile", "solve"):
+        raise ConfigError(
+            f"hardware={hardware.name} plans for a machine that need not be here, so nothing can be trained "
+            f"on it. Use `python -m stages.solve` with the same arguments for the plan, or leave hardware "
+            f"out to train on this machine",
+            key="hardware",
+            found=hardware.name,
+            expected="none (this machine)",
+        )
+    if config.budget_bytes > hardware.size("memory"):
+        raise ConfigError(
+            f"budget={config.budget} is more than the memory of {hardware.name}, "
+            f"{format_size(hardware.size('memory'))}. Give less, or another hardware.memory",
+            key="budget",
+            found=config.budget,
+            expected=f"at most {format_size(hardware.size('memory'))}",
+        )
+    trace = dataclasses.replace(config.trace, dynamic=False)
+    never = dataclasses.replace(config.eval, every=0)
+    return dataclasses.replace(config, trace=trace, eval=never)
+
+
 def run_composed(arguments: list[str]) -> int:
     """Runs the job whose configuration has been composed; returns the exit code."""
     parser = argparse.ArgumentParser()
@@ -193,6 +245,9 @@ def run_composed(arguments: list[str]) -> int:
     try:
         config = load_composed(parsed.composed)
         require_device(config)
+        if config.hardware.planned_for:
+            config = for_hardware(config, parsed.only)
+            save_composed(config, parsed.composed)
         budget = format_size(config.budget_bytes)
         say(f"{config.model.name}, budget {budget}, {config.precision}, run folder {run_folder}")
         store = Store(Path(config.store) if config.store else None)

@@ -33,7 +33,7 @@ class RegionCost(Struct, frozen=True):
 class LinkCost(Struct, frozen=True):
     """One direction of a link. Bandwidths are in bytes per second."""
 
-    name: str  # "disk_read", "disk_write"
+    name: str  # "disk_read", "disk_write"; host to accelerator and back: "upload", "download"
     latency_ns: Natural
     bytes_per_s: Natural
     contended_bytes_per_s: Natural  # while the other direction runs too
@@ -61,7 +61,7 @@ class OptimizerCost(Struct, frozen=True):
 
 
 class Costs(Struct, frozen=True):
-    device: str  # "cpu"
+    device: str  # "cpu" | "cuda"
     threads: Natural
     source: str  # "measured" | "roofline"
     #: resident memory of a training process with all libraries, thread stacks and kernel caches,
@@ -74,3 +74,5 @@ class Costs(Struct, frozen=True):
     optimizer: OptimizerCost
     #: extra memory that the allocator holds per live byte, in parts per million
     allocator_overhead_ppm: Natural = 0
+    #: beside an accelerator: host memory of the training process, whatever the plan
+    host_baseline_bytes: Natural = 0

@@ -23,6 +23,10 @@ LANES = ("compute", "read", "write")
 BYTES_PER_INSTRUCTION = 1200
 BYTES_PER_BUFFER = 2000
 
+#: host memory through which a buffer passes between an accelerator and the disk: two blocks of 16 MiB
+#: for each direction, so that one fills while the other empties
+BOUNCE_BYTES = 4 * 16 * 2**20
+
 #: what an instruction may do, by name
 OPERATIONS = (
     "forward",    # compute: run region forward.  mode: keep | drop
@@ -56,7 +60,8 @@ class Buffer(Struct, frozen=True):
     state: str = ""  # role "state": "exp_avg", "exp_avg_sq", "momentum_buffer", ...
     dtype: str = "float32"  # of its elements; "uint8" for saved activations, which are many tensors
     offset: Integer | None = None  # in the device arena; None: dynamic
-    extent: Integer | None = None  # byte offset of its home on disk; None: never there
+    extent: Integer | None = None  # byte offset in its home; None: never leaves the device
+    home: str = "disk"  # "disk" | "host": host memory, beside an accelerator
     resident: bool = False  # on the device from before the phase's entry until after its exit
 
 
@@ -146,7 +151,9 @@ class Prediction(Struct, frozen=True):
     peak_bytes: Integer
     step_ns: Integer
     least_feasible_bytes: Integer
-    moved_bytes: dict[str, Integer]  # lane -> bytes per step
+    #: lane -> bytes per step; beside an accelerator also "disk_read" and "disk_write", what of them
+    #: passes through host memory
+    moved_bytes: dict[str, Integer]
     binding: str = ""  # the instruction and buffers at the peak, readable
 
 
@@ -165,6 +172,10 @@ class Plan(Struct, frozen=True):
     margin_bytes: Integer
     prediction: Prediction
     solve_ns: Integer
+    #: beside an accelerator: extents in pinned host memory, and all that the host must hold (those, the
+    #: process, its records of the plan, bounce buffers of what passes through to the disk)
+    host_pool_bytes: Integer = 0
+    host_bytes: Integer = 0
 
 
 def bookkeeping_bytes(instructions: int, buffers: int) -> int:

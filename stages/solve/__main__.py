@@ -27,6 +27,7 @@ def check(order: Order, plan: Plan, graph: RegionGraph, costs: Costs) -> None:
     Raises:
         ArtifactError: The plan is not one for these artifacts and this budget.
     """
+    from stages.solve.stage import tier_budgets
     from stages.solve.verifier import verify
 
     if plan.budget_bytes != order.config.budget_bytes:
@@ -34,7 +35,15 @@ def check(order: Order, plan: Plan, graph: RegionGraph, costs: Costs) -> None:
             f"the plan is for a budget of {plan.budget_bytes} bytes; expected {order.config.budget_bytes}. "
             f"Delete it and run again"
         )
-    verify(plan, graph, costs, evaluation=order.load_evaluation())
+    tiers = tier_budgets(order.config)
+    verify(
+        plan,
+        graph,
+        costs,
+        evaluation=order.load_evaluation(),
+        disk_budget_bytes=tiers.disk_bytes,
+        host_budget_bytes=tiers.host_bytes,
+    )
 
 
 if __name__ == "__main__":

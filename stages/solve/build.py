@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stages.artifacts.costs import Costs
+from stages.artifacts.costs import Costs, LinkCost
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.graph import (
     BYTES_PER_ELEMENT,
@@ -16,6 +16,7 @@ from stages.artifacts.graph import (
     storage_bytes,
 )
 from stages.solve.problem import (
+    HostTier,
     PersistentBuffer,
     Piece,
     PlannedParameter,
@@ -27,18 +28,28 @@ from stages.solve.problem import (
 _HALF_PRECISION = ("float16", "bfloat16")
 
 
-def build_problem(graph: RegionGraph, costs: Costs) -> Problem:
+#: room of a host that nobody has limited
+_UNLIMITED = 2**62
+
+
+def build_problem(graph: RegionGraph, costs: Costs, host_bytes: int | None = None) -> Problem:
     """Reduces `graph` and `costs`.
+
+    Args:
+        host_bytes: What host memory may hold beside an accelerator; None: no limit.
 
     Raises:
         ArtifactError: They do not fit each other, or the graph's regions do not fit its values.
     """
     links = {link.name: link for link in costs.links}
-    for name in ("disk_read", "disk_write"):
+    beside = costs.device != "cpu"
+    near = ("upload", "download") if beside else ("disk_read", "disk_write")
+    for name in (*near, "disk_read", "disk_write"):
         if name not in links:
             raise ArtifactError(f"costs lack the link {name}; found {', '.join(links)}. Profile again")
     has_backward = _regions_with_backward(graph)
     parameters = {parameter.name: parameter for parameter in graph.parameters}
+    largest_initial = max((_initial_bytes(parameter) for parameter in graph.parameters), default=0)
     return Problem(
         precision=graph.precision,
         device=costs.device,
@@ -52,13 +63,34 @@ def build_problem(graph: RegionGraph, costs: Costs) -> Problem:
             for name, parameter in parameters.items()
             if parameter.role != "parameter"
         },
-        read=links["disk_read"],
-        write=links["disk_write"],
+        read=links[near[0]],
+        write=links[near[1]],
         optimizer=costs.optimizer,
         baseline_bytes=costs.baseline_bytes,
         stage_peak_bytes=max(costs.stage_peak_bytes.values(), default=0),
         allocator_overhead_ppm=costs.allocator_overhead_ppm,
-        initial_bytes=max((_initial_bytes(parameter) for parameter in graph.parameters), default=0),
+        initial_bytes=0 if beside else largest_initial,
+        host=_host(costs, links, host_bytes, largest_initial) if beside else None,
+    )
+
+
+def _host(costs: Costs, links: dict[str, LinkCost], host_bytes: int | None, largest_initial: int) -> HostTier:
+    """Beside an accelerator initial values are made in host memory, one whole tensor at a time."""
+    return HostTier(
+        _UNLIMITED if host_bytes is None else host_bytes,
+        costs.host_baseline_bytes + largest_initial,
+        far_read=_in_a_row(links["disk_read"], links["upload"]),
+        far_write=_in_a_row(links["disk_write"], links["download"]),
+    )
+
+
+def _in_a_row(first: LinkCost, second: LinkCost) -> LinkCost:
+    """Two links with a bounce buffer between: as fast as the slower one."""
+    return LinkCost(
+        f"{first.name}+{second.name}",
+        first.latency_ns + second.latency_ns,
+        min(first.bytes_per_s, second.bytes_per_s),
+        min(first.contended_bytes_per_s, second.contended_bytes_per_s),
     )
 
 

@@ -13,6 +13,7 @@ from operator import add
 
 from stages.artifacts.plan import bookkeeping_bytes
 from stages.solve.choice import Choice, StateGroup, WeightGroup, state_groups, weight_groups
+from stages.solve.homes import NO_SPILL, Spill, spill_of
 from stages.solve.lowering.step import value_uses
 from stages.solve.lowering.windows import Window, windows
 from stages.solve.moments import Memory, Positions
@@ -36,6 +37,7 @@ class _Details:
     choice: Choice
     streamed: list[bool]  # per weight group
     updates: dict[int, UpdateCost]  # per region
+    spill: Spill
 
 
 class Estimator(Positions):
@@ -93,11 +95,25 @@ class Estimator(Positions):
             index not in choice.held and any([choice.weights[region] for region in group.regions])
             for index, group in enumerate(self.weights)
         ]
-        return _Details(
-            choice, streamed, {region: self._update(choice, streamed, region) for region in self._updated_in}
-        )
+        spill = self._spill(choice, streamed)
+        updates = {region: self._update(choice, streamed, region, spill) for region in self._updated_in}
+        return _Details(choice, streamed, updates, spill)
 
-    def _update(self, choice: Choice, streamed: list[bool], region: int) -> UpdateCost:
+    def _spill(self, choice: Choice, streamed: list[bool]) -> Spill:
+        """What host memory does not hold of what this choice has beyond an accelerator."""
+        problem = self.problem
+        if problem.host is None:
+            return NO_SPILL
+        moving = sum([problem.values[name].bytes for name in choice.values])
+        for region, how in zip(problem.regions, choice.activations, strict=True):
+            moving += region.saved_extent_bytes if how == "move" else 0
+        if choice.gradients == "move":
+            moving += sum([parameter.bytes for parameter in problem.updated])
+        weights = [group.bytes if moves else 0 for group, moves in zip(self.weights, streamed, strict=True)]
+        states = [group.bytes if moves else 0 for group, moves in zip(self.states, choice.state, strict=True)]
+        return spill_of(problem.host.room_bytes, weights, moving, states)
+
+    def _update(self, choice: Choice, streamed: list[bool], region: int, spill: Spill) -> UpdateCost:
         """What updating the weights whose gradients are complete in `region` moves and takes."""
         flags = tuple(
             [
@@ -108,7 +124,8 @@ class Estimator(Positions):
         kept = tuple(
             [choice.kept.get(item.name, 0) for item in self._updated_in[region]] if choice.kept else ()
         )
-        known = ("update", region, choice.chunk_elements, choice.gradients, flags, kept)
+        far = tuple([state in spill.states for _, state in self._groups_in[region]]) if spill.states else ()
+        known = ("update", region, choice.chunk_elements, choice.gradients, flags, kept, far)
         found = self._cache.get(known)
         if found is None:
             by_group = dict(zip(self._groups_in[region], flags, strict=True))
@@ -117,6 +134,7 @@ class Estimator(Positions):
                     parameter,
                     *by_group[self._group_of[parameter.name]],
                     choice.kept.get(parameter.name, 0),
+                    "disk" if self._group_of[parameter.name][1] in spill.states else "host",
                 )
                 for parameter in self._updated_in[region]
             ]
@@ -139,7 +157,8 @@ class Estimator(Positions):
             group.bytes for streamed, group in zip(choice.state, self.states, strict=True) if not streamed
         )
         resident += self._kept_bytes(choice)
-        resident += self._records + sum(cost.record_bytes for cost in details.updates.values())
+        if self.problem.host is None:  # else the process that keeps the records is not on the device
+            resident += self._records + sum(cost.record_bytes for cost in details.updates.values())
         for index, streamed in enumerate(details.streamed):
             if streamed:
                 self._add_weight(planned, index, choice)
@@ -292,9 +311,17 @@ class Estimator(Positions):
     # time
 
     def _step_ns(self, details: _Details) -> float:
-        choice = details.choice
+        choice, spill = details.choice, details.spill
+        near = "disk" if spill.activations else "host"
         transfers = [
-            Transfer(group.bytes, len(group.parameters), tuple(stays), stores_at=-1, lag=0)
+            Transfer(
+                group.bytes,
+                len(group.parameters),
+                tuple(stays),
+                stores_at=-1,
+                lag=0,
+                home="disk" if index in spill.weights else "host",
+            )  # fmt: skip
             for index, group in enumerate(self.weights)
             if details.streamed[index]
             for stays in (self._windows(("weight", index), list(group.slots), choice, 0),)
@@ -303,11 +330,13 @@ class Estimator(Positions):
             slots = self._value_slots[name]
             lag = choice.prefetch[slots[0]]
             stays = self._windows(("value", name), slots, choice, lag)
-            transfers.append(Transfer(self.problem.values[name].bytes, 1, tuple(stays), slots[0], lag))
+            size = self.problem.values[name].bytes
+            transfers.append(Transfer(size, 1, tuple(stays), slots[0], lag, near))
         for region in self.problem.regions:
             if region.backward and choice.activations[region.index] == "move":
                 slots = [region.index, self.problem.backward_slot(region.index)]
                 lag = choice.prefetch[region.index]
                 stays = self._windows(("saved", region.index), slots, choice, lag)
-                transfers.append(Transfer(region.cost.saved_bytes, 1, tuple(stays), region.index, lag))
+                saved_bytes = region.cost.saved_bytes
+                transfers.append(Transfer(saved_bytes, 1, tuple(stays), region.index, lag, near))
         return step_ns(self.problem, choice, transfers, details.updates)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.solve.choice import Choice, chunk_sizes, everything_resident
 from stages.solve.estimate import Estimator
+from stages.solve.homes import tiers_short
 from stages.solve.problem import Problem
 from stages.solve.solvers.task import Candidate, Solution, Task, budget_for
 
@@ -82,6 +83,8 @@ def settle(task: Task, solver: str, found: Iterable[Candidate | None], frugal: C
     fitting = [candidate for candidate in candidates if candidate.fits(task)]
     if not fitting:
         needed = min(candidate.program.disk_bytes for candidate in candidates)
+        if task.problem.host is not None:
+            raise tiers_short(task.problem.host, needed, task.disk_budget_bytes or 0)
         raise InfeasibleBudgetError(
             f"solver {solver} needs {needed} bytes on disk under a budget of {task.budget_bytes} bytes; "
             f"tiers.disk_budget allows {task.disk_budget_bytes}. Raise either of them",

@@ -37,11 +37,12 @@ class Updated:
     weight_moves: bool
     state_moves: bool
     kept: int = 0
+    home: str = "host"  # of its state, beside an accelerator
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Something that comes from disk for each of its windows.
+    """Something that comes from its home for each of its windows.
 
     stores_at: the slot that makes it and sends it there (the first window then needs no fetch); -1
     when it is there at entry. lag: slots that may pass until it has left.
@@ -52,6 +53,7 @@ class Transfer:
     stays: tuple[Window, ...]
     stores_at: int
     lag: int
+    home: str = "host"  # beside an accelerator
 
 
 def transfer_ns(link: LinkCost, size_bytes: int, transfers: int, *, contended: bool) -> float:
@@ -75,8 +77,9 @@ def update_cost(
         units = -(-kept // length) + -(-(size - kept) // length)
         into, out, reads, writes = _per_element(parameter, weight_moves, item.state_moves, gradients)
         saved = kept * sum([piece.itemsize for piece in whole_pieces(parameter)])
-        read += transfer_ns(problem.read, into * size - saved, reads * units, contended=True)
-        write += transfer_ns(problem.write, out * size - saved, writes * units, contended=True)
+        link_in, link_out = problem.link("read", item.home), problem.link("write", item.home)
+        read += transfer_ns(link_in, into * size - saved, reads * units, contended=True)
+        write += transfer_ns(link_out, out * size - saved, writes * units, contended=True)
         if weight_moves and not parameter.has_master and gradients == "consume":
             write += transfer_ns(problem.write, parameter.bytes, 1, contended=True)
         compute += units * problem.optimizer.latency_ns
@@ -155,11 +158,12 @@ def _queues(problem: Problem, choice: Choice, transfers: Iterable[Transfer]) -> 
     stores: Queues = [[] for _ in range(problem.slots)]
     for item in transfers:
         made_here = item.stores_at >= 0
-        duration = transfer_ns(problem.read, item.bytes, item.count, contended=False)
+        duration = transfer_ns(problem.link("read", item.home), item.bytes, item.count, contended=False)
         for stay in item.stays[1:] if made_here else item.stays:
             fetches[stay.fetch].append((stay.first, duration))
         if made_here and len(item.stays) > 1:
-            duration = transfer_ns(problem.write, item.bytes, item.count, contended=False)
+            link = problem.link("write", item.home)
+            duration = transfer_ns(link, item.bytes, item.count, contended=False)
             stores[item.stores_at].append((item.stays[0].last + 1 + item.lag, duration))
     if choice.gradients == "move":
         _store_gradients(problem, choice, stores)

@@ -116,6 +116,24 @@ class PlannedRegion:
 
 
 @dataclass(frozen=True)
+class HostTier:
+    """Host memory between an accelerator and the disk.
+
+    capacity_bytes: what there is; fixed_bytes: of it, what every plan needs. far_read, far_write: links
+    of what waits on disk, through a bounce buffer in host memory.
+    """
+
+    capacity_bytes: int
+    fixed_bytes: int
+    far_read: LinkCost
+    far_write: LinkCost
+
+    @property
+    def room_bytes(self) -> int:
+        return self.capacity_bytes - self.fixed_bytes
+
+
+@dataclass(frozen=True)
 class Problem:
     """A graph and its costs, reduced to what planning reads."""
 
@@ -133,6 +151,14 @@ class Problem:
     allocator_overhead_ppm: int
     #: the largest initial value, which is made whole before the first step
     initial_bytes: int = 0
+    #: None: the device tier is host memory, and the next one the disk
+    host: HostTier | None = None
+
+    def link(self, lane: str, home: str) -> LinkCost:
+        """The link of a transfer on `lane` ("read" | "write") of a buffer whose home is `home`."""
+        if self.host is not None and home == "disk":
+            return self.host.far_read if lane == "read" else self.host.far_write
+        return self.read if lane == "read" else self.write
 
     @cached_property
     def updated(self) -> tuple[PlannedParameter, ...]:

@@ -83,7 +83,7 @@ def simulate(problem: Problem, program: Program, evaluation: Problem | None = No
         for instruction, (start, end) in zip(phase.instructions, spans, strict=True):
             size = transfer_bytes(program.buffers, instruction)
             if size:
-                moved[instruction.lane] += size
+                _count_moved(problem, program.buffers, instruction, size, moved)
             if instruction.operation != "free":
                 name = _name(problem, program.buffers, instruction)
                 events.append(
@@ -101,6 +101,19 @@ def transfer_bytes(buffers: Sequence[Buffer], instruction: Instruction) -> int:
     if instruction.lane == "compute":
         return 0
     return sum(align(buffers[access.buffer].bytes) for access in (*instruction.reads, *instruction.writes))
+
+
+def _home(buffers: Sequence[Buffer], instruction: Instruction) -> str:
+    return buffers[(instruction.reads or instruction.writes)[0].buffer].home
+
+
+def _count_moved(
+    problem: Problem, buffers: Sequence[Buffer], instruction: Instruction, size: int, moved: dict[str, int]
+) -> None:
+    moved[instruction.lane] += size
+    if problem.host is not None and _home(buffers, instruction) == "disk":
+        link = f"disk_{instruction.lane}"
+        moved[link] = moved.get(link, 0) + size
 
 
 def compute_ns(problem: Problem, instruction: Instruction) -> float:
@@ -148,7 +161,7 @@ def _start(problem: Problem, program: Program, lane: _Lane, finished: list[bool]
     if instruction.lane == "compute":
         lane.compute_left_ns = compute_ns(problem, instruction)
         return
-    link = problem.read if instruction.lane == "read" else problem.write
+    link = problem.link(instruction.lane, _home(program.buffers, instruction))
     size = transfer_bytes(program.buffers, instruction)
     lane.transfer = _Transfer(link, float(link.latency_ns), float(size))
 
@@ -192,7 +205,10 @@ def _memory_curve(
 
 
 def fixed_bytes(problem: Problem, program: Program) -> int:
-    """What is held from the first step to the last: the process, the plan and the arena."""
+    """What is held from the first step to the last: the process, the plan and the arena. Beside an
+    accelerator the plan is in host memory."""
+    if problem.host is not None:
+        return problem.baseline_bytes + program.arena_bytes
     instructions = sum(len(phase.instructions) for phase in program.phases)
     plan = bookkeeping_bytes(instructions, len(program.buffers))
     return problem.baseline_bytes + plan + program.arena_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import ConfigError
@@ -11,6 +12,7 @@ from stages.artifacts.plan import Plan, Prediction
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig, parse_size
 from stages.solve.build import build_problem
+from stages.solve.homes import require_tiers
 from stages.solve.solvers import SOLVERS
 from stages.solve.solvers.task import Solution, Task, margin_of
 from stages.solve.verifier import verify
@@ -45,18 +47,47 @@ def run(
             found=config.solver.name,
             expected=names,
         )
-    disk_budget = config.tiers.disk_budget
+    tiers = tier_budgets(config)
     task = Task(
-        problem=build_problem(graph, costs),
+        problem=build_problem(graph, costs, tiers.host_bytes),
         budget_bytes=parse_size(config.budget, "budget"),
-        evaluation=build_problem(*evaluation) if evaluation is not None else None,
-        disk_budget_bytes=parse_size(disk_budget, "tiers.disk_budget") if disk_budget else None,
+        evaluation=build_problem(*evaluation, tiers.host_bytes) if evaluation is not None else None,
+        disk_budget_bytes=tiers.disk_bytes,
         layout=layout,
     )
+    require_tiers(task.problem, task.limit_bytes, task.disk_budget_bytes)
     solution = SOLVERS[config.solver.name](task)
     plan = _plan(task, solution, time.monotonic_ns() - started_ns)
-    verify(plan, graph, costs, evaluation=evaluation, disk_budget_bytes=task.disk_budget_bytes)
+    verify(
+        plan,
+        graph,
+        costs,
+        evaluation=evaluation,
+        disk_budget_bytes=tiers.disk_bytes,
+        host_budget_bytes=tiers.host_bytes,
+    )
     return plan, solution.simulation.timeline
+
+
+@dataclass(frozen=True)
+class TierBudgets:
+    """Bytes that host memory (beside an accelerator) and the disk may hold; None: what there is."""
+
+    host_bytes: int | None
+    disk_bytes: int | None
+
+
+def tier_budgets(config: RunConfig) -> TierBudgets:
+    """As configured, else what the hardware entry has, where plans are made for one."""
+    tiers, hardware = config.tiers, config.hardware
+    host = parse_size(tiers.host_budget, "tiers.host_budget") if tiers.host_budget else None
+    disk = parse_size(tiers.disk_budget, "tiers.disk_budget") if tiers.disk_budget else None
+    if not hardware.planned_for:
+        return TierBudgets(host, disk)
+    return TierBudgets(
+        hardware.size("host_memory") if host is None else host,
+        hardware.size("disk") if disk is None else disk,
+    )
 
 
 def _plan(task: Task, solution: Solution, solve_ns: int) -> Plan:
@@ -82,4 +113,6 @@ def _plan(task: Task, solution: Solution, solve_ns: int) -> Plan:
             binding=simulation.binding,
         ),
         solve_ns=solve_ns,
+        host_pool_bytes=program.host_pool_bytes,
+        host_bytes=program.host_bytes,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.plan import Buffer, Phase, Placement
+from stages.solve.homes import give_homes
 from stages.solve.layout import lay_out, place
 from stages.solve.lowering.buffers import BufferTable
 from stages.solve.lowering.draft import PhaseDraft
@@ -25,6 +26,8 @@ class Program:
     phases: list[Phase]
     arena_bytes: int
     disk_bytes: int
+    host_pool_bytes: int = 0
+    host_bytes: int = 0
 
 
 def lower(
@@ -60,8 +63,11 @@ def lower(
     buffers = place(table.buffers, offsets)
     for draft in phases:
         wait_for_slots(draft, buffers)
+    homes = give_homes(problem, buffers, [draft.drafts for draft in phases], table.disk_bytes)
     finished = [draft.finish(successors) for draft, successors in drafts]
-    return Program(placement, buffers, finished, arena_bytes, table.disk_bytes)
+    return Program(
+        placement, homes.buffers, finished, arena_bytes, homes.disk_bytes, homes.pool_bytes, homes.host_bytes
+    )
 
 
 def _new_draft(

@@ -65,9 +65,11 @@ class Candidate:
     simulation: Simulation
 
     def fits(self, task: Task) -> bool:
-        disk = task.disk_budget_bytes
-        return self.simulation.peak_bytes <= task.limit_bytes and (
-            disk is None or self.program.disk_bytes <= disk
+        disk, host = task.disk_budget_bytes, task.problem.host
+        return (
+            self.simulation.peak_bytes <= task.limit_bytes
+            and (disk is None or self.program.disk_bytes <= disk)
+            and (host is None or self.program.host_bytes <= host.capacity_bytes)
         )
 
 

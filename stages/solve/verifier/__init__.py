@@ -11,7 +11,7 @@ from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Phase, Plan
 from stages.solve.errors import PlanError
 from stages.solve.verifier.content import check_content
-from stages.solve.verifier.disk import check_homes
+from stages.solve.verifier.disk import check_homes, check_host
 from stages.solve.verifier.meaning import check_evaluation, check_training
 from stages.solve.verifier.memory import check_budgets, check_slots
 from stages.solve.verifier.order import Order
@@ -24,6 +24,7 @@ def verify(
     *,
     evaluation: tuple[RegionGraph, Costs] | None = None,
     disk_budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
 ) -> None:
     """Checks that `plan` computes what `graph` says, under every timing of its transfers, in budget.
 
@@ -47,6 +48,7 @@ def verify(
             raise PlanError("the plan has a phase evaluate, but no evaluation graph was given")
         check_evaluation(plan, *evaluation)
     check_budgets(plan, orders, costs, disk_budget_bytes)
+    check_host(plan, costs, host_budget_bytes)
 
 
 def _check_borders(plan: Plan) -> None:

@@ -88,7 +88,12 @@ def check_budgets(plan: Plan, orders: list[Order], costs: Costs, disk_budget_byt
         raise PlanError("the plan's baseline or margin is not that of its costs")
     if max(costs.stage_peak_bytes.values(), default=0) > plan.budget_bytes:
         raise PlanError("a stage before training needs more than the budget")
-    records = bookkeeping_bytes(sum(len(phase.instructions) for phase in plan.phases), len(plan.buffers))
+    # beside an accelerator the process that keeps the records is in host memory
+    records = (
+        0
+        if plan.device != "cpu"
+        else bookkeeping_bytes(sum(len(phase.instructions) for phase in plan.phases), len(plan.buffers))
+    )
     for order in orders:
         dynamic, instruction = _worst_moment(plan, order)
         overhead = -(-dynamic * costs.allocator_overhead_ppm // 10**6)

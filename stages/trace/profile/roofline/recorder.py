@@ -14,9 +14,7 @@ from torch.utils.flop_counter import flop_registry
 _ATEN = torch.ops.aten
 
 #: read only the elements that they give, however large their first argument is
-_GATHERS = frozenset(
-    {_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select, _ATEN.nll_loss_forward}
-)
+_GATHERS = frozenset({_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select, _ATEN.nll_loss_forward})
 #: reserve memory and start no kernel
 _RESERVES = frozenset(
     {

@@ -44,7 +44,9 @@ class Work:
     backward_peak_bytes: int
 
 
-def region_cost(graph: g.RegionGraph, case: Case, rate: Rate, stand_ins: Mapping[str, Callable[..., object]]) -> RegionCost:
+def region_cost(
+    graph: g.RegionGraph, case: Case, rate: Rate, stand_ins: Mapping[str, Callable[..., object]]
+) -> RegionCost:
     """The cost of `case` at the planned sizes.
 
     Args:
@@ -76,7 +78,9 @@ def work_of(graph: g.RegionGraph, case: Case, stand_ins: Mapping[str, Callable[.
 class _Run:
     """A region with tensors without memory in place of its weights and inputs."""
 
-    def __init__(self, graph: g.RegionGraph, case: Case, stand_ins: Mapping[str, Callable[..., object]]) -> None:
+    def __init__(
+        self, graph: g.RegionGraph, case: Case, stand_ins: Mapping[str, Callable[..., object]]
+    ) -> None:
         self._case = case
         self._sizes = g.planned_sizes(graph)
         self._function = RegionFunction(graph, case.region, _CPU, stand_ins)

@@ -35,5 +35,6 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         regions=[region_cost(graph, case, rate, stand_ins) for case in representative_cases(graph).values()],
         links=links_of(hardware),
         optimizer=optimizer_cost(graph, kernel, hardware),
+        host_baseline_bytes=hardware.size("host_baseline"),
         allocator_overhead_ppm=round(hardware.allocator_overhead * _PARTS_PER_MILLION),
     )
