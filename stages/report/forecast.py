@@ -118,22 +118,24 @@ def print_forecast(found: Forecast, folder: str, console: Console | None = None)
 
 
 def _rows(found: Forecast, folder: str) -> dict[str, str]:
+    budget = format_size(found.budget_bytes)
     bound, gap = found.lower_bound_step_time_s, found.optimality_gap
     rows = {
-        "batch": f"{found.batch_size} x {found.seq_len} tokens, {found.parameters / 1e9:.2f} billion parameters",
+        "model": f"{found.parameters / 1e9:.2f} billion parameters",
+        "batch": f"{found.batch_size} x {found.seq_len} tokens",
         **{
             what: ", ".join(f"{count} {choice}" for choice, count in sorted(choices.items()))
             for what, choices in found.placement.items()
             if what != "gradients" and choices
         },
         "gradients": next(iter(found.placement["gradients"])),
-        "step time": f"{found.predicted_step_time_s:.3f} s, of which the regions compute {found.compute_time_s:.3f} s",
+        "step time": f"{found.predicted_step_time_s:.3f} s (the regions compute {found.compute_time_s:.3f} s)",
         "tokens per second": f"{found.tokens_per_s:.1f}",
     }
     if bound is not None and gap is not None:
         rows["lower bound"] = f"{bound:.3f} s (gap {gap:.1%})"
     rows |= {
-        "peak on the device": f"{format_size(found.predicted_peak_bytes)} of {format_size(found.budget_bytes)}",
+        "peak on the device": f"{format_size(found.predicted_peak_bytes)} of {budget}",
         "least feasible budget": format_size(found.least_feasible_bytes),
         "host memory": format_size(found.host_bytes),
         "disk": format_size(found.disk_bytes),

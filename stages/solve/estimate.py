@@ -17,7 +17,7 @@ from stages.solve.homes import NO_SPILL, Spill, spill_of
 from stages.solve.lowering.step import value_uses
 from stages.solve.lowering.windows import Window, windows
 from stages.solve.moments import Memory, Positions
-from stages.solve.pace import Transfer, Updated, UpdateCost, step_ns, update_cost, whole_pieces
+from stages.solve.pace import Transfer, UpdateCost, Updated, step_ns, update_cost, whole_pieces
 from stages.solve.problem import PlannedParameter, PlannedRegion, Problem
 
 #: (position, bytes that begin or, negative, end there)
@@ -321,7 +321,7 @@ class Estimator(Positions):
                 stores_at=-1,
                 lag=0,
                 home="disk" if index in spill.weights else "host",
-            )  # fmt: skip
+            )
             for index, group in enumerate(self.weights)
             if details.streamed[index]
             for stays in (self._windows(("weight", index), list(group.slots), choice, 0),)

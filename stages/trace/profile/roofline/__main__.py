@@ -1,4 +1,7 @@
-"""The roofline stage alone: `python -m stages.trace.profile.roofline model=llama3-8b hardware=rtx4090 budget=24GB`."""
+"""The roofline stage: costs on other hardware, after stages.trace.
+
+`python -m stages.trace.profile model=llama3-8b hardware=rtx4090 budget=24GB` runs both.
+"""
 
 from __future__ import annotations
 
@@ -13,4 +16,4 @@ def work(order: Order) -> None:
 
 
 if __name__ == "__main__":
-    stage_main("roofline", work)
+    stage_main("profile", work)

@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self._live_bytes()  # what has gone since the last operator makes room for this one's results
         result = func(*args, **kwargs)
         made = list(_tensors(result))
-        if func.namespace == "prim" or not made and not func._schema.is_mutable:
+        if func.namespace == "prim" or (not made and not func._schema.is_mutable):
             return result
         read = list(_tensors((args, kwargs)))
         before = {tensor.untyped_storage()._cdata for tensor in read}
