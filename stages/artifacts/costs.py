@@ -31,12 +31,21 @@ class RegionCost(Struct, frozen=True):
 
 
 class LinkCost(Struct, frozen=True):
-    """One direction of a link. Bandwidths are in bytes per second."""
+    """One direction of a link. Bandwidths are in bytes per second; those after the first are never
+    above it, and 0 stands for "not measured": as fast as without compute."""
 
     name: str  # "disk_read", "disk_write"; host to accelerator and back: "upload", "download"
     latency_ns: Natural
     bytes_per_s: Natural
     contended_bytes_per_s: Natural  # while the other direction runs too
+    busy_bytes_per_s: Natural = 0  # while regions compute
+    busy_contended_bytes_per_s: Natural = 0  # while both happens
+    #: share of compute's speed that this link takes while it is active, in parts per million. Links add
+    #: up: compute runs at 1 - (the sum over the active ones) of its speed
+    compute_slowdown_ppm: Natural = 0
+    #: extra time of a transfer per 4096 bytes of a buffer outside the arena: reads into it fault its pages
+    #: in, writes copy from unaligned addresses
+    scattered_block_ns: Natural = 0
 
 
 class StateSpec(Struct, frozen=True):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import hypot, isfinite
+from math import isfinite
 
 import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer, Instruction, Phase
 from stages.optim.kernel import UpdateKernel
+from stages.optim.norms import PIECE_ELEMENTS, gradient_norm
 from stages.region import autograd
 from stages.region.interpreter import RegionFunction
 from stages.region.sums import add_gradient, summed_in_engine
 from stages.runtime.state import StepState, TrainingState, flat, in_order_of, integers, numel
-
-#: elements that the checks of a gradient take at once, so that casts and masks stay small
-_PIECE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ class Compute:
             return
         spec = self._state.parameters[name].spec
         gradient = self.step.gradients[name] = in_order_of(gradient, spec)
-        self.step.norms[name] = norm = _norm(flat(gradient, spec))
+        self.step.norms[name] = norm = gradient_norm(flat(gradient, spec))
         # squares overflow before their terms do: only the elements tell
         if self._graph.precision == "fp16" and not isfinite(norm) and not _is_finite(gradient):
             self.step.non_finite.append(name)
@@ -292,20 +290,8 @@ class Compute:
         self._take_outputs(instruction, outputs)
 
 
-def _norm(gradient: torch.Tensor) -> float:
-    """The 2-norm of a flat gradient, in fp32: bitwise `gradient.norm()` where it is fp32 itself.
-
-    16-bit gradients are cast piece by piece: as a whole, the cast would take twice the gradient's
-    memory. The pieces are combined in double precision.
-    """
-    if gradient.dtype not in (torch.bfloat16, torch.float16):
-        return float(torch.linalg.vector_norm(gradient))
-    norms = [float(torch.linalg.vector_norm(piece.float())) for piece in gradient.split(_PIECE_ELEMENTS)]
-    return hypot(*norms)
-
-
 def _is_finite(gradient: torch.Tensor) -> bool:
-    pieces = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset()).split(_PIECE_ELEMENTS)
+    pieces = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset()).split(PIECE_ELEMENTS)
     return all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.artifacts.costs import LinkCost
-from stages.artifacts.plan import LANES, Buffer, Instruction, Phase, bookkeeping_bytes
+from stages.artifacts.plan import ALIGNMENT, LANES, Buffer, Instruction, Phase, bookkeeping_bytes
 from stages.artifacts.timeline import Event, Timeline
 from stages.solve.lowering.lower import Program
 from stages.solve.memory import Peak, dynamic_peak, stays_of
 from stages.solve.problem import Problem, align
+
+#: compute goes on at this share of its speed at least, whatever the links' shares add up to
+_LEAST_RATE = 0.1
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,27 @@ class Simulation:
     timeline: Timeline
 
 
+@dataclass(frozen=True)
+class _Active:
+    """What runs at a moment."""
+
+    compute: bool
+    links: tuple[LinkCost, ...]
+
+    @property
+    def compute_rate(self) -> float:
+        """Of compute's speed alone: each active link takes its share."""
+        return max(_LEAST_RATE, 1 - sum(link.compute_slowdown_ppm for link in self.links) / 1e6)
+
+    def bytes_per_ns(self, link: LinkCost) -> float:
+        contended = len(self.links) > 1
+        speed = link.contended_bytes_per_s if contended else link.bytes_per_s
+        if self.compute:
+            busy = link.busy_contended_bytes_per_s if contended else link.busy_bytes_per_s
+            speed = busy or speed
+        return max(1, speed) / 1e9
+
+
 @dataclass
 class _Transfer:
     """A transfer under way: first the latency, then bytes at a rate that may change."""
@@ -32,18 +56,13 @@ class _Transfer:
     latency_ns: float
     bytes_left: float
 
-    def rate(self, contended: bool) -> float:
-        """Bytes per nanosecond."""
-        speed = self.link.contended_bytes_per_s if contended else self.link.bytes_per_s
-        return max(1, speed) / 1e9
+    def remaining_ns(self, active: _Active) -> float:
+        return self.latency_ns + self.bytes_left / active.bytes_per_ns(self.link)
 
-    def remaining_ns(self, contended: bool) -> float:
-        return self.latency_ns + self.bytes_left / self.rate(contended)
-
-    def advance(self, elapsed_ns: float, contended: bool) -> None:
+    def advance(self, elapsed_ns: float, active: _Active) -> None:
         waited = min(self.latency_ns, elapsed_ns)
         self.latency_ns -= waited
-        self.bytes_left = max(0.0, self.bytes_left - (elapsed_ns - waited) * self.rate(contended))
+        self.bytes_left = max(0.0, self.bytes_left - (elapsed_ns - waited) * active.bytes_per_ns(self.link))
 
 
 @dataclass
@@ -59,14 +78,16 @@ class _Lane:
     def current(self) -> Instruction:
         return self.queue[self.position]
 
-    def remaining_ns(self, contended: bool) -> float:
-        return self.compute_left_ns if self.transfer is None else self.transfer.remaining_ns(contended)
-
-    def advance(self, elapsed_ns: float, contended: bool) -> None:
+    def remaining_ns(self, active: _Active) -> float:
         if self.transfer is None:
-            self.compute_left_ns -= elapsed_ns
+            return self.compute_left_ns / active.compute_rate
+        return self.transfer.remaining_ns(active)
+
+    def advance(self, elapsed_ns: float, active: _Active) -> None:
+        if self.transfer is None:
+            self.compute_left_ns -= elapsed_ns * active.compute_rate
         else:
-            self.transfer.advance(elapsed_ns, contended)
+            self.transfer.advance(elapsed_ns, active)
 
 
 def simulate(problem: Problem, program: Program, evaluation: Problem | None = None) -> Simulation:
@@ -116,6 +137,13 @@ def _count_moved(
         moved[link] = moved.get(link, 0) + size
 
 
+def latency_ns(link: LinkCost, buffers: Sequence[Buffer], instruction: Instruction) -> float:
+    """What a transfer takes beside its bytes at the link's bandwidth."""
+    moved = [buffers[access.buffer] for access in (*instruction.reads, *instruction.writes)]
+    scattered = sum(align(buffer.bytes) for buffer in moved if buffer.offset is None)
+    return float(link.latency_ns + scattered // ALIGNMENT * link.scattered_block_ns)
+
+
 def compute_ns(problem: Problem, instruction: Instruction) -> float:
     """Duration of a compute instruction."""
     if instruction.operation == "update":
@@ -137,13 +165,14 @@ def _run_phase(problem: Problem, program: Program, phase: Phase) -> list[tuple[f
         for lane in lanes.values():
             if not lane.running and lane.position < len(lane.queue):
                 _start(problem, program, lane, finished, now)
-        contended = lanes["read"].running and lanes["write"].running
         running = [lane for lane in lanes.values() if lane.running]
-        elapsed = min(lane.remaining_ns(contended) for lane in running)
+        links = tuple(lane.transfer.link for lane in running if lane.transfer is not None)
+        active = _Active(lanes["compute"].running, links)
+        elapsed = min(lane.remaining_ns(active) for lane in running)
         now += elapsed
         for lane in running:
-            done = lane.remaining_ns(contended) <= elapsed
-            lane.advance(elapsed, contended)
+            done = lane.remaining_ns(active) <= elapsed
+            lane.advance(elapsed, active)
             if done:
                 spans[lane.current.id] = (lane.started_ns, now)
                 finished[lane.current.id] = True
@@ -163,7 +192,7 @@ def _start(problem: Problem, program: Program, lane: _Lane, finished: list[bool]
         return
     link = problem.link(instruction.lane, _home(program.buffers, instruction))
     size = transfer_bytes(program.buffers, instruction)
-    lane.transfer = _Transfer(link, float(link.latency_ns), float(size))
+    lane.transfer = _Transfer(link, latency_ns(link, program.buffers, instruction), float(size))
 
 
 def _name(problem: Problem, buffers: Sequence[Buffer], instruction: Instruction) -> str:

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from stages.artifacts.costs import LinkCost
-from stages.artifacts.plan import bookkeeping_bytes
+from stages.artifacts.plan import Access, Buffer, Instruction, Phase, bookkeeping_bytes
 from stages.solve.build import build_problem
 from stages.solve.estimate import Estimator
-from stages.solve.lowering.lower import lower
+from stages.solve.lowering.lower import Program, lower
 from stages.solve.simulator import fixed_bytes, simulate
 from stages.solve.solvers.task import Task, budget_for, margin_of, realise
 from tests.solve.synthetic import MEGA, Sketch, chain, placement
@@ -154,3 +154,82 @@ def test_budget_for_is_the_least_that_leaves_the_peak() -> None:
         budget = budget_for(peak)
         assert budget - margin_of(budget) >= peak
         assert (budget - 1) - margin_of(budget - 1) < peak
+
+
+# contention, by hand
+
+READ = Buffer(0, "weight", "w", 10**6 - 10**6 % 4096, offset=0, extent=0)
+KEPT = Buffer(1, "saved", "r", 409_600, extent=10**7, dtype="uint8")
+
+
+def spans_of(links: list[LinkCost], *instructions: Instruction, buffers: tuple[Buffer, ...] = (READ, KEPT)):
+    """Start and end of each instruction in nanoseconds; regions compute 10 ms forward."""
+    sketch = chain(2)
+    problem = build_problem(sketch.graph(), sketch.costs(links=links))
+    phase = Phase("step", list(instructions), [], [], [])
+    program = Program(placement(sketch), list(buffers), [phase], 0, 0)
+    events = simulate(problem, program).timeline.events
+    return [(event.start_ns, event.end_ns) for event in events]
+
+
+def link(name: str, speed: int, **costs: int) -> LinkCost:
+    return LinkCost(name, 0, speed, costs.pop("contended_bytes_per_s", speed), **costs)
+
+
+def forward(position: int, after: list[int] | None = None) -> Instruction:
+    return Instruction(position, "compute", "forward", after or [], region=0, mode="drop")
+
+
+def read(position: int, buffer: Buffer = READ) -> Instruction:
+    return Instruction(position, "read", "read", writes=[Access(buffer.id, 1)])
+
+
+def write(position: int, buffer: Buffer = READ) -> Instruction:
+    return Instruction(position, "write", "write", reads=[Access(buffer.id, 1)])
+
+
+def test_each_nanosecond_of_reading_costs_compute_its_share() -> None:
+    # 999,424 bytes at 0.25 GB/s: 3.997696 ms, in which compute loses a fifth
+    links = [link("disk_read", 250_000_000, compute_slowdown_ppm=200_000), link("disk_write", 10**9)]
+    spans = spans_of(links, read(0), forward(1))
+    assert spans[0] == (0, 3_997_696)
+    assert spans[1][1] == 10 * MS + round(0.2 * 3_997_696)
+
+
+def test_slowdowns_of_both_links_add_up() -> None:
+    links = [
+        link("disk_read", 250_000_000, compute_slowdown_ppm=200_000),
+        link("disk_write", 250_000_000, compute_slowdown_ppm=300_000),
+    ]
+    spans = spans_of(links, read(0), write(1), forward(2))
+    assert spans[2][1] == 10 * MS + round(0.5 * 3_997_696)
+
+
+def test_transfers_run_at_their_busy_speed_while_compute_runs_and_faster_after_it() -> None:
+    # 2.5 MB would be read in 10 ms of compute at 0.25 GB/s; the rest at 1 GB/s
+    whole = Buffer(0, "weight", "w", 4_096_000, offset=0, extent=0)
+    links = [link("disk_read", 10**9, busy_bytes_per_s=250_000_000), link("disk_write", 10**9)]
+    spans = spans_of(links, read(0, whole), forward(1), buffers=(whole, KEPT))
+    assert spans[0][1] == 10 * MS + 4_096_000 - 2_500_000
+    assert spans[1][1] == 10 * MS
+
+
+def test_both_links_beside_compute_run_at_the_speed_for_that() -> None:
+    links = [
+        link("disk_read", 10**9, contended_bytes_per_s=5 * 10**8, busy_contended_bytes_per_s=2 * 10**8),
+        link("disk_write", 10**9, contended_bytes_per_s=5 * 10**8, busy_contended_bytes_per_s=2 * 10**8),
+    ]
+    spans = spans_of(links, read(0), write(1), forward(2))
+    assert spans[0][1] == spans[1][1] == 999_424 * 5
+
+
+def test_what_lies_outside_the_arena_pays_for_its_pages() -> None:
+    links = [link("disk_read", 10**9, scattered_block_ns=700), link("disk_write", 10**9)]
+    assert spans_of(links, read(0, KEPT))[0][1] == 409_600 + 100 * 700
+    assert spans_of(links, read(0, READ))[0][1] == 999_424
+
+
+def test_compute_never_stops_for_transfers() -> None:
+    links = [link(name, 250_000_000, compute_slowdown_ppm=900_000) for name in ("disk_read", "disk_write")]
+    spans = spans_of(links, read(0), write(1), forward(2))
+    assert spans[2][1] == pytest.approx(10 * MS + 0.9 * 3_997_696, abs=2)

@@ -8,31 +8,35 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from threading import Barrier
 
 from stages.artifacts.costs import LinkCost
 from stages.artifacts.errors import StorageError
+from stages.trace.profile.contention import with_contention
+from stages.trace.profile.transfers import (
+    BLOCK_BYTES,
+    HALF_BLOCKS,
+    SMALL_BYTES,
+    Direction,
+    read_at,
+    whole,
+    write_at,
+)
 
-BLOCK_BYTES = 16 * 2**20
-#: halves of the scratch file: one is read, the other written
-_HALF_BLOCKS = 6
-_SMALL_BYTES = 4096
-_SMALL_TRANSFERS = 32
 
-Transfer = Callable[[int, memoryview, int], int]
-
-
-def measure_links(folder: Path, *, seconds: float) -> list[LinkCost]:
+def measure_links(
+    folder: Path, *, seconds: float, compute: Callable[[], object] | None = None
+) -> list[LinkCost]:
     """Measures on a scratch file of 192 MiB in `folder`, which is nameless and so leaves nothing.
 
     Args:
         folder: An existing folder on the filesystem of the disk tier.
         seconds: About how long all measurements take together.
+        compute: Work of the model that is repeated beside transfers, to see what each takes from the
+            other; None leaves that unmeasured.
 
     Raises:
         StorageError: The folder cannot hold the file.
@@ -40,16 +44,16 @@ def measure_links(folder: Path, *, seconds: float) -> list[LinkCost]:
     try:
         descriptor = _open_scratch(folder)
         try:
-            return _measure(descriptor, seconds / 4)
+            return _measure(descriptor, seconds, compute)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise StorageError(
             f"cannot measure the disk at {folder}: {error.strerror or error}. Free "
-            f"{2 * _HALF_BLOCKS * BLOCK_BYTES} bytes there, or give another folder as tiers.disk",
+            f"{2 * HALF_BLOCKS * BLOCK_BYTES} bytes there, or give another folder as tiers.disk",
             key="tiers.disk",
             found=errno.errorcode.get(error.errno or 0, str(error)),
-            expected=f"{2 * _HALF_BLOCKS * BLOCK_BYTES} writable bytes",
+            expected=f"{2 * HALF_BLOCKS * BLOCK_BYTES} writable bytes",
         ) from error
 
 
@@ -68,88 +72,42 @@ def _open_scratch(folder: Path) -> int:
     return descriptor
 
 
-def _measure(descriptor: int, seconds: float) -> list[LinkCost]:
+def _measure(descriptor: int, seconds: float, compute: Callable[[], object] | None) -> list[LinkCost]:
     buffers = [memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2)]
     for buffer in buffers:
-        buffer[:] = os.urandom(_SMALL_BYTES) * (BLOCK_BYTES // _SMALL_BYTES)
+        buffer[:] = os.urandom(SMALL_BYTES) * (BLOCK_BYTES // SMALL_BYTES)
     # written whole first: reading blocks that were never written touches no disk
-    for block in range(2 * _HALF_BLOCKS):
-        _whole(_write, descriptor, buffers[0], block * BLOCK_BYTES)
-    reader = _Direction(_read, descriptor, buffers[0], first_block=0)
-    writer = _Direction(_write, descriptor, buffers[1], first_block=_HALF_BLOCKS)
-    alone = [direction.bytes_per_s(seconds) for direction in (reader, writer)]
-    together = _together([reader, writer], seconds)
-    return [
+    for block in range(2 * HALF_BLOCKS):
+        whole(write_at, descriptor, buffers[0], block * BLOCK_BYTES)
+    reader = Direction(read_at, descriptor, buffers[0], first_block=0)
+    writer = Direction(write_at, descriptor, buffers[1], first_block=HALF_BLOCKS)
+    share = seconds / (4 if compute is None else 10)
+    alone = [direction.bytes_per_s(share) for direction in (reader, writer)]
+    together = _together([reader, writer], share)
+    links = [
         LinkCost(
             name=name,
             latency_ns=direction.latency_ns(),
             bytes_per_s=single,
             # noise must not make a shared disk faster than a free one
             contended_bytes_per_s=min(single, shared),
+            scattered_block_ns=direction.scattered_block_ns(),
         )
         for name, direction, single, shared in zip(
             ("disk_read", "disk_write"), (reader, writer), alone, together, strict=True
         )
     ]
+    if compute is None:
+        return links
+    return with_contention(links, (reader, writer), compute, seconds * 0.6)
 
 
-class _Direction:
-    """Repeats transfers of one kind over its half of the file."""
-
-    def __init__(self, transfer: Transfer, descriptor: int, buffer: memoryview, first_block: int) -> None:
-        self._transfer = transfer
-        self._descriptor = descriptor
-        self._buffer = buffer
-        self._first_block = first_block
-
-    def bytes_per_s(self, seconds: float) -> int:
-        start = time.perf_counter()
-        moved = 0
-        while True:
-            for block in range(self._first_block, self._first_block + _HALF_BLOCKS):
-                moved += _whole(self._transfer, self._descriptor, self._buffer, block * BLOCK_BYTES)
-                elapsed = time.perf_counter() - start
-                if elapsed >= seconds:
-                    return max(1, int(moved / elapsed))
-
-    def latency_ns(self) -> int:
-        small = self._buffer[:_SMALL_BYTES]
-        first = self._first_block * BLOCK_BYTES
-        stride = _HALF_BLOCKS * BLOCK_BYTES // _SMALL_TRANSFERS // _SMALL_BYTES * _SMALL_BYTES
-        times = []
-        for index in range(_SMALL_TRANSFERS):
-            start = time.perf_counter_ns()
-            _whole(self._transfer, self._descriptor, small, first + index * stride)
-            times.append(time.perf_counter_ns() - start)
-        return int(median(times))
-
-
-def _together(directions: list[_Direction], seconds: float) -> list[int]:
+def _together(directions: list[Direction], seconds: float) -> list[int]:
     barrier = Barrier(len(directions))
 
-    def run(direction: _Direction) -> int:
+    def run(direction: Direction) -> int:
         barrier.wait()
         return direction.bytes_per_s(seconds)
 
     with ThreadPoolExecutor(len(directions)) as pool:
         return list(pool.map(run, directions))
-
-
-def _read(descriptor: int, buffer: memoryview, offset: int) -> int:
-    return os.preadv(descriptor, [buffer], offset)
-
-
-def _write(descriptor: int, buffer: memoryview, offset: int) -> int:
-    return os.pwritev(descriptor, [buffer], offset)
-
-
-def _whole(transfer: Transfer, descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Moves all of `buffer`, in as many calls as the kernel needs; returns its size."""
-    done = 0
-    while done < buffer.nbytes:
-        moved = transfer(descriptor, buffer[done:], offset + done)
-        moved -= moved % _SMALL_BYTES  # a direct transfer can only go on from a block border
-        if moved <= 0:
-            raise OSError(errno.EIO, "the disk moved nothing")
-        done += moved
-    return done

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from statistics import median
 from typing import TypeVar
 
 import torch
@@ -18,15 +17,13 @@ from stages.trace.profile.stand_ins import Case, gradient_like, region_tensors
 
 Result = TypeVar("Result")
 
-#: repeats beyond which a median gains nothing
-_MOST_REPEATS = 15
 
-
-class _Bench:
+class Bench:
     """One region with stand-in tensors, ready to run."""
 
     def __init__(self, graph: g.RegionGraph, case: Case) -> None:
         self._case = case
+        self.kind = case.region.kind
         self._sizes = g.planned_sizes(graph)
         self._function = RegionFunction(graph, case.region, torch.device("cpu"))
         self.tensors = region_tensors(graph, case.region)
@@ -48,10 +45,10 @@ class _Bench:
 
     def run_timed(self) -> tuple[int, int]:
         """Forward and backward once; nanoseconds of each."""
-        (outputs, tape), forward_ns = _timed(lambda: self.forward(keep=True))
-        self._receive(outputs, tape)
+        (outputs, tape), forward_ns = timed(lambda: self.forward(keep=True))
+        self.receive(outputs, tape)
         del outputs
-        gradients, backward_ns = _timed(lambda: self.backward(tape))
+        gradients, backward_ns = timed(lambda: self.backward(tape))
         del gradients
         return forward_ns, backward_ns
 
@@ -69,7 +66,7 @@ class _Bench:
         }
         return [storage for key, storage in found.items() if key not in before]
 
-    def _receive(self, outputs: dict[str, torch.Tensor], tape: autograd.Tape) -> None:
+    def receive(self, outputs: dict[str, torch.Tensor], tape: autograd.Tape) -> None:
         """Makes the gradients that later regions would have sent by now."""
         if self.received:
             return
@@ -78,19 +75,18 @@ class _Bench:
         self.sums = {name: gradient_like(self.tensors[name]) for name in sorted(self._case.sums)}
 
 
-def measure_region(graph: g.RegionGraph, case: Case, gauge: PeakGauge, *, seconds: float) -> RegionCost:
-    """Runs the region a few times: once to warm up, once for memory, and for its time as often as
-    `seconds` allow (at least once).
+def measure_region(graph: g.RegionGraph, case: Case, gauge: PeakGauge) -> RegionCost:
+    """Runs the region a few times: to warm up, for its memory, and once for a first idea of its time
+    (`rounds` measures that properly).
 
     The default generator is left as found.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _measure(_Bench(graph, case), case.region.kind, gauge, seconds)
+        return _measure(Bench(graph, case), gauge)
 
 
-def _measure(bench: _Bench, kind: int, gauge: PeakGauge, seconds: float) -> RegionCost:
-    deadline = time.perf_counter() + seconds
+def _measure(bench: Bench, gauge: PeakGauge) -> RegionCost:
     bench.run_timed()  # pays for page tables and kernel caches
     (outputs, tape), forward_peak = gauge.peak_of(lambda: bench.forward(keep=True))
     made = bench.new_storages(outputs.values())
@@ -107,13 +103,11 @@ def _measure(bench: _Bench, kind: int, gauge: PeakGauge, seconds: float) -> Regi
     gradients.clear()
     dropped, dropped_peak = gauge.peak_of(lambda: bench.forward(keep=False))
     dropped[0].clear()
-    times = [bench.run_timed()]
-    while len(times) < _MOST_REPEATS and time.perf_counter() < deadline:
-        times.append(bench.run_timed())
+    forward_ns, backward_ns = bench.run_timed()
     return RegionCost(
-        kind=kind,
-        forward_ns=int(median(forward for forward, _ in times)),
-        backward_ns=int(median(backward for _, backward in times)),
+        kind=bench.kind,
+        forward_ns=forward_ns,
+        backward_ns=backward_ns,
         saved_bytes=sum(saved_sizes),
         saved_storages=saved_sizes,
         forward_peak_bytes=max(forward_peak, forward_floor),
@@ -122,7 +116,7 @@ def _measure(bench: _Bench, kind: int, gauge: PeakGauge, seconds: float) -> Regi
     )
 
 
-def _timed(work: Callable[[], Result]) -> tuple[Result, int]:
+def timed(work: Callable[[], Result]) -> tuple[Result, int]:
     start = time.perf_counter_ns()
     result = work()
     return result, time.perf_counter_ns() - start

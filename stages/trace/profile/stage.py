@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
-import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import torch
 
 from stages.artifacts import graph as g
@@ -23,8 +26,9 @@ from stages.region.interpreter import RegionFunction
 from stages.trace.profile.links import measure_links
 from stages.trace.profile.optimizer import measure_optimizer
 from stages.trace.profile.peak import PeakGauge
-from stages.trace.profile.regions import measure_region
+from stages.trace.profile.regions import Bench, measure_region
 from stages.trace.profile.room import available_bytes
+from stages.trace.profile.rounds import measure_times
 from stages.trace.profile.stand_ins import Case, least_bytes, representative_cases
 from stages.trace.profile.training_process import (
     Order,
@@ -32,9 +36,9 @@ from stages.trace.profile.training_process import (
     warm_up,
 )
 
-#: for repeats of all region kinds together, beyond the three runs that each one gets
-_REPEATING_S = 8.0
-_LINKS_S = 2.0
+#: for the rounds of all region kinds together, beyond the four runs that each one gets alone
+_TIMING_S = 12.0
+_LINKS_S = 9.0
 
 
 def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
@@ -57,11 +61,15 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     gauge = PeakGauge()
     warm_up()
     before = _settled_bytes()
-    regions = _measure_regions(graph, gauge, idle_bytes)
+    cases = representative_cases(graph)
+    regions = _measure_regions(graph, cases, gauge, idle_bytes)
     # kernel caches and scratch memory that this model's operators leave in the process
     caches_bytes = max(0, _settled_bytes() - before)
-    optimizer = measure_optimizer(graph, kernel, gauge)
-    links = measure_links(_existing(disk_folder(config)), seconds=_LINKS_S)
+    room = gauge.process_peak_bytes - _settled_bytes()
+    optimizer = measure_optimizer(graph, kernel, gauge, room_bytes=room)
+    links = measure_links(
+        _existing(disk_folder(config)), seconds=_LINKS_S, compute=_typical_work(graph, cases, regions)
+    )
     return Costs(
         device="cpu",
         threads=threads,
@@ -74,29 +82,61 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     )
 
 
-def _measure_regions(graph: g.RegionGraph, gauge: PeakGauge, idle_bytes: int) -> list[RegionCost]:
-    cases = representative_cases(graph)
+def _measure_regions(
+    graph: g.RegionGraph, cases: Mapping[int, Case], gauge: PeakGauge, idle_bytes: int
+) -> list[RegionCost]:
+    """Memory of each kind alone, then times of all, within the memory that the largest has taken."""
     costs = []
     for position, case in enumerate(cases.values(), start=1):
         _check_room(graph, case, idle_bytes)
-        started = time.monotonic()
-        try:
-            costs.append(measure_region(graph, case, gauge, seconds=_REPEATING_S / len(cases)))
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise ArtifactError(
-                f"region {case.region.name} does not run: {type(error).__name__}: {error}. Either the model "
-                f"fails on such a batch by itself (try it without a plan), or the graph was altered: "
-                f"trace again",
-                found=str(error),
-                expected="a region that runs on a batch of the planned sizes",
-            ) from error
+        with _running(case):
+            costs.append(measure_region(graph, case, gauge))
+        print(f"profile: kind {position} of {len(cases)} ({case.region.name}) measured", flush=True)
+    room = gauge.process_peak_bytes - _settled_bytes()
+    times = measure_times(graph, cases, costs, room_bytes=room, seconds=_TIMING_S)
+    for kind, found in times.items():
         print(
-            f"profile: kind {position} of {len(cases)} ({case.region.name}), forward "
-            f"{costs[-1].forward_ns / 1e6:.1f} ms, backward {costs[-1].backward_ns / 1e6:.1f} ms, "
-            f"measured in {time.monotonic() - started:.1f} s",
+            f"profile: {cases[kind].region.name} takes {found.forward_ns / 1e6:.1f} ms forward, "
+            f"{found.backward_ns / 1e6:.1f} ms backward",
             flush=True,
         )
-    return costs
+    return [
+        msgspec.structs.replace(
+            cost, forward_ns=times[cost.kind].forward_ns, backward_ns=times[cost.kind].backward_ns
+        )
+        for cost in costs
+    ]
+
+
+def _typical_work(
+    graph: g.RegionGraph, cases: Mapping[int, Case], costs: Sequence[RegionCost]
+) -> Callable[[], object]:
+    """Forward and backward of the kind that a step spends most time in."""
+    repeats = Counter(region.kind for region in graph.regions)
+    spent = {cost.kind: repeats[cost.kind] * (cost.forward_ns + cost.backward_ns) for cost in costs}
+    with torch.random.fork_rng(devices=[]):
+        bench = Bench(graph, cases[max(spent, key=spent.__getitem__)])
+
+    def work() -> object:
+        with torch.random.fork_rng(devices=[]):
+            return bench.run_timed()
+
+    return work
+
+
+@contextmanager
+def _running(case: Case) -> Iterator[None]:
+    """Says which region could not run."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ArtifactError(
+            f"region {case.region.name} does not run: {type(error).__name__}: {error}. Either the model "
+            f"fails on such a batch by itself (try it without a plan), or the graph was altered: "
+            f"trace again",
+            found=str(error),
+            expected="a region that runs on a batch of the planned sizes",
+        ) from error
 
 
 def _check_room(graph: g.RegionGraph, case: Case, idle_bytes: int) -> None:

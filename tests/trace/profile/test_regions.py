@@ -21,7 +21,7 @@ def _exact_allocator() -> None:
 
 def test_memory_of_a_region_is_the_bytes_that_its_operators_hold() -> None:
     graph = mlp_graph()
-    cost = regions.measure_region(graph, representative_cases(graph)[0], PeakGauge(), seconds=0.0)
+    cost = regions.measure_region(graph, representative_cases(graph)[0], PeakGauge())
     assert cost.saved_storages == [TENSOR_BYTES, TENSOR_BYTES]  # h and gelu(h)
     assert cost.saved_bytes == 2 * TENSOR_BYTES
     # h, gelu(h), y; when dropped, h has gone when y comes
@@ -34,8 +34,8 @@ def test_memory_of_a_region_is_the_bytes_that_its_operators_hold() -> None:
 
 def test_time_grows_with_the_rows() -> None:
     few, many = mlp_graph(rows=32), mlp_graph(rows=2048)
-    small = regions.measure_region(few, representative_cases(few)[0], PeakGauge(), seconds=0.2)
-    large = regions.measure_region(many, representative_cases(many)[0], PeakGauge(), seconds=0.2)
+    small = regions.measure_region(few, representative_cases(few)[0], PeakGauge())
+    large = regions.measure_region(many, representative_cases(many)[0], PeakGauge())
     assert large.forward_ns > small.forward_ns
     assert large.backward_ns > small.backward_ns
 
@@ -47,7 +47,7 @@ def test_one_cost_per_kind_and_the_generator_is_left_alone() -> None:
     cases = representative_cases(graph)
     assert sorted(cases) == [0, 1]
     for kind, case in cases.items():
-        assert regions.measure_region(graph, case, PeakGauge(), seconds=0.0).kind == kind
+        assert regions.measure_region(graph, case, PeakGauge()).kind == kind
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -75,7 +75,7 @@ def test_a_first_use_stands_for_its_kind_with_the_sums_that_meet_there() -> None
     case = representative_cases(graph)[0]
     assert case.region.name == "first"
     assert case.sums == {"x", "w0"}
-    cost = regions.measure_region(graph, case, PeakGauge(), seconds=0.0)
+    cost = regions.measure_region(graph, case, PeakGauge())
     # the new sums of x and w0 are made beside the old ones, which are counted elsewhere
     assert cost.backward_peak_bytes > 2 * TENSOR_BYTES - NOISE_BYTES
 
