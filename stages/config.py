@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from stages.artifacts.errors import ConfigError
+from stages.artifacts.store import default_folder
 from stages.hardware import HardwareConfig as HardwareConfig
 from stages.sizes import format_size as format_size
 from stages.sizes import parse_size as parse_size
@@ -23,6 +24,7 @@ MISSING: Any = "???"
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async")
+REPLANNING = ("auto", "never", "always")
 DEVICES = ("auto", "cpu", "cuda")
 DATASETS = ("text", "tokens", "random")
 MODEL_SOURCES = ("transformers", "directory", "module")
@@ -111,9 +113,13 @@ class OptimizerConfig:
 class SolverConfig:
     name: str = MISSING  # resident | layerwise | greedy_sync | greedy_async
     time_limit_s: float = 10.0
+    #: whether a plan whose first steps are not as predicted is solved again with corrected costs; "always"
+    #: (tests): whatever the first steps were
+    replan: str = "auto"
 
     def __post_init__(self) -> None:
         _require_one_of("solver.name", self.name, SOLVERS)
+        _require_one_of("solver.replan", self.replan, REPLANNING)
         _require(self.time_limit_s > 0, "solver.time_limit_s", self.time_limit_s, "more than 0 seconds")
 
 
@@ -137,6 +143,11 @@ class TiersConfig:
         _require_optional_size("tiers.host_budget", self.host_budget)
         _require_optional_size("tiers.disk_budget", self.disk_budget)
 
+    @property
+    def folder(self) -> Path:
+        """Where the disk tier makes its private folder; perhaps not there yet."""
+        return Path(self.disk) if self.disk else default_folder()
+
 
 @dataclass
 class TraceConfig:
@@ -153,6 +164,17 @@ class TraceConfig:
 class ExportConfig:
     initial: str = ""
     final: str = ""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints; 0: none
+    keep: int = 2  # the newest ones; older are removed
+    dir: str = ""  # "": checkpoints/ in the run folder
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "checkpoint.every", self.every, "at least 0 (0: none)")
+        _require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
 
 
 @dataclass
@@ -188,12 +210,14 @@ class RunConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     budget: str = MISSING
     precision: str = "fp32"
     steps: int = 20
     seed: int = 0
     store: str = ""
+    resume: str = ""  # a checkpoint, or a folder of them: its newest
 
     def __post_init__(self) -> None:
         if self.budget != MISSING:

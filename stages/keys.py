@@ -82,6 +82,8 @@ def roofline_key(config: RunConfig, graph: Path) -> str:
 def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
     """Graphs and costs, budgets and solver."""
     tiers = config.tiers
+    solver = dataclasses.asdict(config.solver)
+    del solver["replan"]  # what is done with a plan, not what the plan is
     return key_of(
         {
             "inputs": {
@@ -91,7 +93,7 @@ def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
             },
             "budgets": [config.budget_bytes, tiers.host_budget, tiers.disk_budget],
             "hardware": dataclasses.asdict(config.hardware),
-            "solver": dataclasses.asdict(config.solver),
+            "solver": solver,
             "precision": config.precision,
             "code": _code("stages.solve.stage"),
             **_common(),

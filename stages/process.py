@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -52,6 +53,9 @@ ENVIRONMENT = {
 EVALUATION = "evaluation_"
 
 REFUSED = 2
+#: the runtime's exit code when it has left its state and corrected costs for another plan; a code that
+#: neither Python nor a shell gives by itself
+REPLAN = 75
 _GRACE_S = 5.0
 _PARENT = "STAGES_PARENT"
 _PR_SET_PDEATHSIG = 1
@@ -136,6 +140,16 @@ def run_child(command: list[str], environment: Mapping[str, str]) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return -received[0] if received else code
+
+
+@contextmanager
+def ending_by_exception() -> Iterator[None]:
+    """SIGTERM ends the work inside as Ctrl-C does, so that files are removed on the way out."""
+    handler = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def describe_end(stage: str, code: int) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -21,11 +22,14 @@ from stages import keys
 from stages.artifacts.errors import ArtifactError, ConfigError, StageError
 from stages.artifacts.store import Store
 from stages.config import RunConfig, format_size, load_composed, save_composed
+from stages.preconditions import require_checkpoint, require_data, require_host_tier
 from stages.process import (
     EVALUATION,
     MODULES,
     REFUSED,
+    REPLAN,
     describe_end,
+    ending_by_exception,
     exit_code,
     pipeline_command,
     report_error,
@@ -33,6 +37,7 @@ from stages.process import (
     stage_command,
     stage_environment,
 )
+from stages.runtime.scratch import ScratchFolder
 
 #: stage -> the kinds of artifact that it leaves in the store
 PRODUCTS = {
@@ -77,6 +82,8 @@ class Pipeline:
                 self._provide(stage, stage in wanted)
                 if self.config.eval.every and stage in ("trace", "profile"):
                     self._evaluation().provide_for_evaluation(stage, stage in wanted, self.artifacts)
+            elif stage == "runtime" and not only and self.config.solver.replan != "never":
+                self._train_watched()
             elif stage in wanted:
                 self._start(stage, self.artifacts, {})
         if only == "runtime":
@@ -89,6 +96,29 @@ class Pipeline:
             self._provide(stage, True)
         if last == "solve":
             self._start("whatif", {}, {})
+
+    def _train_watched(self) -> None:
+        """Trains, and where the first steps were not as predicted, solves again and goes on from there.
+
+        Only one process at a time: the budget holds for each, and a memory limit for all together.
+        """
+        folder = self.run_folder / "replanned"
+        with ending_by_exception(), ScratchFolder(self.config.tiers.folder) as scratch:
+            handover = {"state": scratch / "state", "costs": folder / "costs.json"}
+            if self._start("runtime", self.artifacts, handover, may_end=(REPLAN,)) != REPLAN:
+                return
+            self._solve_again(handover["costs"], folder)
+            self._start("runtime", {**self.artifacts, "state": handover["state"]}, {}, what="goes on")
+
+    def _solve_again(self, costs: Path, folder: Path) -> None:
+        """In the run folder, not in the store: costs of one run's steps never come again."""
+        inputs = {kind: path for kind, path in self.artifacts.items() if kind not in ("plan", "predicted")}
+        inputs |= {"costs": costs, "previous": self.artifacts["plan"]}
+        made = {"plan": folder / "plan.json", "timeline": folder / "timeline.json"}
+        self._start("solve", inputs, made, what="again, with the costs of the first steps")
+        self.artifacts |= {"costs": costs, "plan": made["plan"], "predicted": made["timeline"]}
+        for kind in ("costs", "plan"):
+            shutil.copyfile(self.artifacts[kind], self.run_folder / f"{kind}.json")
 
     def _evaluation(self) -> Pipeline:
         """The same job with the model in evaluation mode, in a folder of its own."""
@@ -150,8 +180,19 @@ class Pipeline:
         return keys.solve_key(self.config, self.artifacts)
 
     def _start(
-        self, stage: str, inputs: dict[str, Path], outputs: dict[str, Path], key: str = "", what: str = ""
-    ) -> None:
+        self,
+        stage: str,
+        inputs: dict[str, Path],
+        outputs: dict[str, Path],
+        key: str = "",
+        what: str = "",
+        may_end: tuple[int, ...] = (),
+    ) -> int:
+        """Runs a stage to its end; its exit code: 0, or one of `may_end`.
+
+        Raises:
+            StageFailedError: It ended with any other.
+        """
         say(f"{stage}: {what or 'started'}")
         begin = time.monotonic()
         if stage in ("report", "whatif"):
@@ -161,10 +202,11 @@ class Pipeline:
                 stage, self.composed, self.run_folder, inputs=inputs, outputs=outputs, key=key
             )
         code = run_child(command, stage_environment(self.config))
-        if code != 0:
+        if code != 0 and code not in may_end:
             self._explain(stage, code)
             raise StageFailedError(exit_code(code))
         say(f"{stage}: done in {time.monotonic() - begin:.1f} s")
+        return code
 
     def _explain(self, stage: str, code: int) -> None:
         """A refusal has explained itself; any other end is described here."""
@@ -248,6 +290,11 @@ def run_composed(arguments: list[str]) -> int:
         if config.hardware.planned_for:
             config = for_hardware(config, parsed.only)
             save_composed(config, parsed.composed)
+        else:
+            require_host_tier(config)
+        if parsed.only in ("", "runtime"):
+            require_data(config)
+            require_checkpoint(config)
         budget = format_size(config.budget_bytes)
         say(f"{config.model.name}, budget {budget}, {config.precision}, run folder {run_folder}")
         store = Store(Path(config.store) if config.store else None)
@@ -258,6 +305,8 @@ def run_composed(arguments: list[str]) -> int:
         return REFUSED
     except StageFailedError as failure:
         return failure.code
+    except KeyboardInterrupt:
+        return exit_code(-signal.SIGINT)
     return 0
 
 

@@ -20,8 +20,10 @@ from stages.config import (
     OptimizerConfig,
     RunConfig,
     SolverConfig,
+    TiersConfig,
     save_composed,
 )
+from stages.process import REPLAN
 
 
 class Children:
@@ -31,16 +33,19 @@ class Children:
         self.started: list[str] = []
         self.inputs: dict[str, list[str]] = {}
         self._codes = codes or {}
+        #: exit codes of a stage's first processes, before those of `codes`
+        self.first_codes: dict[str, list[int]] = {}
 
     def __call__(self, command: Sequence[str], environment: dict[str, str]) -> int:
         module = command[2]
         stage = next(stage for stage, name in run.MODULES.items() if name == module)
         self.started.append(stage)
-        code = self._codes.get(stage, 0)
+        first = self.first_codes.get(stage, [])
+        code = first.pop(0) if first else self._codes.get(stage, 0)
         flags = list(itertools.pairwise(command))
         self.inputs[stage] = [value.partition("=")[0] for flag, value in flags if flag == "--in"]
         for flag, value in flags:
-            if flag == "--out" and code == 0:
+            if flag == "--out" and code in (0, REPLAN):
                 path = Path(value.partition("=")[2])
                 envelope.save(path, Timeline(key_of({"stage": stage}), 0, []))
         return code
@@ -59,9 +64,10 @@ def use(monkeypatch: pytest.MonkeyPatch, children: Children) -> Children:
 def start(folder: Path, only: str = "", **changes: str) -> int:
     config = RunConfig(
         model=ModelConfig(name="m", source="transformers"),
-        data=DataConfig(name="text"),
+        data=DataConfig(name=changes.pop("data", "text"), path=changes.pop("path", "")),
         optimizer=OptimizerConfig(name="adamw"),
-        solver=SolverConfig(name=changes.pop("solver", "resident")),
+        solver=SolverConfig(name=changes.pop("solver", "resident"), replan=changes.pop("replan", "auto")),
+        tiers=TiersConfig(disk=str(folder / "disk"), host_budget=changes.pop("host_budget", "")),
         device=DeviceConfig(name=changes.pop("device", "cpu")),
         **{"budget": "1GB", "store": str(folder / "store"), **changes},
     )
@@ -155,3 +161,66 @@ def test_a_device_without_a_lane_is_refused_not_replaced(tmp_path: Path, childre
     assert start(tmp_path, device="cuda") == 2
     assert json.loads((tmp_path / "out" / "error.json").read_text())["key"] == "device"
     assert children.started == []
+
+
+def test_a_run_off_its_prediction_is_solved_again_and_goes_on(tmp_path: Path, children: Children) -> None:
+    children.first_codes["runtime"] = [REPLAN]
+    assert start(tmp_path) == 0
+    assert children.started == ["trace", "profile", "solve", "runtime", "solve", "runtime", "report"]
+    assert children.inputs["solve"] == ["graph", "costs", "previous"]
+    assert children.inputs["runtime"] == ["graph", "costs", "plan", "predicted", "state"]
+    out = tmp_path / "out"
+    assert (out / "plan.json").read_bytes() == (out / "replanned" / "plan.json").read_bytes()
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_it_is_solved_again_once_only(
+    tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
+    children.first_codes["runtime"] = [REPLAN, REPLAN]
+    assert start(tmp_path) == REPLAN
+    assert children.started.count("solve") == 2
+    assert "runtime stage failed" in capsys.readouterr().err
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["never", "alone"])
+def test_a_run_that_may_not_be_solved_again_is_told_so(
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    lines: list[str] = []
+
+    def run_child(command: Sequence[str], environment: dict[str, str]) -> int:
+        if "stages.runtime" in command:
+            lines.extend(command)
+        return children(command, environment)
+
+    assert start(tmp_path) == 0
+    monkeypatch.setattr(run, "run_child", run_child)
+    if how == "never":
+        assert start(tmp_path, replan="never") == 0
+    else:
+        assert start(tmp_path, only="runtime") == 0
+    assert "--in" in lines
+    assert "--out" not in lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"data": "tokens", "path": "missing.npy"}, "data.path"),
+        ({"path": "missing"}, "data.path"),
+        ({"host_budget": "1GB"}, "tiers.host_budget"),
+        ({"resume": "missing"}, "resume"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_stage(
+    tmp_path: Path, children: Children, changes: dict[str, str], key: str
+) -> None:
+    assert start(tmp_path, **changes) == 2
+    assert children.started == []
+    assert json.loads((tmp_path / "out" / "error.json").read_text())["key"] == key
+
+
+def test_planning_alone_needs_no_data(tmp_path: Path, children: Children) -> None:
+    assert start(tmp_path, only="trace", path="missing") == 0

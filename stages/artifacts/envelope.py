@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from stages.artifacts.checkpoint import Checkpoint, check_seal
 from stages.artifacts.checks import check_graph
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import ArtifactError
@@ -25,6 +26,7 @@ KINDS: dict[str, type[Struct]] = {
     "plan": Plan,
     "summary": Summary,
     "timeline": Timeline,
+    "checkpoint": Checkpoint,
 }
 
 Artifact = TypeVar("Artifact", bound=Struct)
@@ -118,6 +120,8 @@ def load_with_provenance(path: Path, record: type[Artifact]) -> tuple[Artifact, 
         raise ArtifactError(f"{path} is not a valid {expected}: {error}. Delete it and run again") from error
     if isinstance(content, RegionGraph):
         check_graph(content)
+    if isinstance(content, Checkpoint):
+        check_seal(content)
     return content, header.provenance
 
 

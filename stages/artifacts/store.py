@@ -27,7 +27,9 @@ def default_folder() -> Path:
     elif sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        # XDG Base Directory Specification: a relative path is to be ignored
+        named = os.environ.get("XDG_CACHE_HOME", "")
+        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     return base / "stages"
 
 

@@ -36,3 +36,10 @@ class Summary(Struct, frozen=True, omit_defaults=False):
     placement: dict[str, dict[str, int]]  # what -> choice -> count
     step_peak_bytes: list[int] = []
     evaluations: list[dict[str, float]] = []
+    #: the step after which the run went over to another plan; None: it kept its plan
+    replanned_at: int | None = None
+    #: the checkpoint's step where the run was resumed
+    resumed_at: int | None = None
+    #: what the plan of the run's first step predicted; `predicted_...` is of the last plan
+    original_predicted_peak_bytes: int | None = None
+    original_predicted_step_time_s: float | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
 from stages.artifacts import envelope
@@ -10,16 +12,26 @@ from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline, to_chrome_trace
-from stages.process import Order, peak_bytes, stage_main
+from stages.process import REPLAN, Order, peak_bytes, stage_main
 
 
 def work(order: Order) -> None:
-    from stages.runtime.stage import run  # torch: not while composing
+    from stages.runtime.replan.watch import Handover, ReplanRequested  # torch: not while composing
+    from stages.runtime.stage import Surroundings, run
 
     graph, costs = order.load(RegionGraph), order.load(Costs)
     plan, solve_provenance = order.load_with_provenance(Plan)
     evaluation = order.load_evaluation()
-    summary, measured = run(order.config, graph, costs, plan, evaluation and evaluation[0])
+    surroundings = Surroundings(
+        order.run_folder,
+        predicted=order.inputs.get("predicted"),
+        state=order.inputs.get("state"),
+        handover=Handover(order.outputs["state"], order.outputs["costs"]) if order.outputs else None,
+    )
+    try:
+        summary, measured = run(order.config, graph, costs, plan, evaluation and evaluation[0], surroundings)
+    except ReplanRequested:
+        sys.exit(REPLAN)
     timelines = [*measured]
     if "predicted" in order.inputs:
         timelines.insert(0, envelope.load(order.inputs["predicted"], Timeline))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from stages.optim.scaler import LossScaler
 from stages.region.initial import literal_constants
 from stages.runtime import sizes, transfers
 from stages.runtime.compute import Compute, StepSettings, gradients_completed_by
+from stages.runtime.homes import Homes
 from stages.runtime.lanes.lane_set import LaneSet, Timing
 from stages.runtime.placing import Placing
 from stages.runtime.state import TrainingState
@@ -98,6 +99,26 @@ class Engine:
     def weights(self) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
         """Parameters and buffers, one in memory at a time, between steps."""
         return self._placing.weights(("parameter", "buffer"))
+
+    def homes(self) -> Homes:
+        """The whole training state by name, between steps."""
+        return Homes(self.graph, self._state, self._disk)
+
+    @property
+    def update_counts(self) -> dict[str, int]:
+        """Completed updates of each parameter, which bias corrections read."""
+        return dict(self._state.update_counts)
+
+    def restore(self, fill: Callable[[Homes], None], update_counts: Mapping[str, int]) -> None:
+        """Takes a training state in place of initial values.
+
+        Args:
+            fill: Fills every tensor of the homes that it gets.
+        """
+        fill(self.homes())
+        self._placing.filled()
+        self._state.update_counts.clear()
+        self._state.update_counts.update(update_counts)
 
     def step(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> StepResult:
         """One training step: forward, backward, update.

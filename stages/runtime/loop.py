@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -34,6 +35,10 @@ class TrainingLoop:
 
     Args:
         evaluation: Batches for evaluation, where `config.eval.every` asks for it.
+
+    Attributes:
+        history: What was reported so far; where a run goes on, the earlier process's steps too.
+        listeners: Called after each step, with its number and result.
     """
 
     def __init__(
@@ -44,21 +49,33 @@ class TrainingLoop:
         self._config = config
         self._evaluation = evaluation
         self.history = History()
+        self.listeners: list[Callable[[int, StepResult], None]] = []
         self._events: list[Event] = []
-        #: largest resident memory before the first step: imports and initial values
-        self.startup_peak_bytes = 0
+        #: largest resident memory between steps: imports, initial values, evaluation, saving
+        self.peak_between_bytes = 0
+        #: steps before those of this process
+        self.steps_before = 0
+
+    def start(self) -> None:
+        """Random state for step 1: the seed's, so that it does not depend on how initial values were made."""
+        torch.manual_seed(self._config.seed)
+
+    def go_on(self, history: History, random_state: torch.Tensor) -> None:
+        """Takes over from another process, between two steps, in place of `start`."""
+        self.history = history
+        self.steps_before = len(history.losses)
+        torch.set_rng_state(random_state)
 
     def run(self) -> None:
-        # the generator's state at construction is spent: training starts from the seed again, so that
-        # it does not depend on how initial values were made
-        torch.manual_seed(self._config.seed)
-        self.startup_peak_bytes = memory.peak_resident_bytes()
-        for step in range(1, self._config.steps + 1):
-            self._step(step)
+        for step in range(self.steps_before + 1, self._config.steps + 1):
+            result = self._step(step)
             if self._config.eval.every and step % self._config.eval.every == 0:
                 self._evaluate(step)
+            for listener in self.listeners:
+                listener(step, result)
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> StepResult:
+        self.peak_between_bytes = max(self.peak_between_bytes, memory.peak_resident_bytes())
         memory.reset_peak()
         batch = self._batches.next()
         started = time.monotonic()
@@ -68,6 +85,7 @@ class TrainingLoop:
         self._record(step, result, elapsed, peak)
         self.history.tokens = max(self.history.tokens, max(tensor.numel() for tensor in batch.values()))
         self._print_progress(step, result, elapsed, peak)
+        return result
 
     def _record(self, step: int, result: StepResult, elapsed: float, peak: int) -> None:
         history = self.history
@@ -101,7 +119,8 @@ class TrainingLoop:
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.startup_peak_bytes, *self.history.step_peak_bytes)
+        """The largest resident memory of the run's training processes so far."""
+        return max(self.peak_between_bytes, *self.history.step_peak_bytes)
 
     @property
     def timelines(self) -> list[Timeline]:

@@ -48,8 +48,12 @@ class Placing:
                 self._state.persistent[name] = tensor.detach().clone(memory_format=torch.preserve_format)
             del tensor
         assert not missing, f"no initial value for {sorted(missing)}"
-        self._disk_is_new = False
+        self.filled()
         self._state.update_counts.clear()
+
+    def filled(self) -> None:
+        """Takes note that the scratch file holds a training state."""
+        self._disk_is_new = False
 
     def _load_parameter(self, parameter: g.Parameter, tensor: torch.Tensor) -> None:
         """Weight, master and optimizer state from the initial value, no two of them whole in memory."""

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from collections import Counter
 from statistics import median
+from typing import Any
 
 from stages.artifacts import graph as g
+from stages.artifacts.checkpoint import Checkpoint
 from stages.artifacts.costs import Costs
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.process import versions
 from stages.region import memory
+from stages.runtime.checkpoint.record import placement_digest
 from stages.runtime.loop import TrainingLoop
 
 _LINK_OF_LANE = {"read": "disk_read", "write": "disk_write"}
 
 
-def summarise(graph: g.RegionGraph, costs: Costs, plan: Plan, loop: TrainingLoop) -> Summary:
-    """What `summary.json` says, but for the peaks of the other stages' processes."""
+def summarise(
+    graph: g.RegionGraph,
+    costs: Costs,
+    plan: Plan,
+    loop: TrainingLoop,
+    origin: Checkpoint | None = None,
+    *,
+    replanned: bool = False,
+) -> Summary:
+    """What `summary.json` says, but for the peaks of the other stages' processes.
+
+    Losses and peaks are of all steps; times and moved bytes of those on this plan.
+
+    Args:
+        origin: The state that this process went on from.
+        replanned: Whether it was left by a process of the same run, for another plan.
+    """
     history = loop.history
-    step_time = median(history.step_times_s[1:] or history.step_times_s)
+    times = history.step_times_s[loop.steps_before :]
+    step_time = median(times[1:] or times)
     peak = max(loop.peak_bytes, memory.peak_resident_bytes())
     stage_peaks = {**costs.stage_peak_bytes, "runtime": peak}
     return Summary(
@@ -47,11 +66,27 @@ def summarise(graph: g.RegionGraph, costs: Costs, plan: Plan, loop: TrainingLoop
         losses=history.losses,
         grad_norms=history.grad_norms,
         skipped_steps=history.skipped_steps,
-        moved_bytes_per_step=_moved_bytes(history.moved_bytes),
+        moved_bytes_per_step=_moved_bytes(history.moved_bytes[loop.steps_before :]),
         placement=_placement(plan),
         step_peak_bytes=history.step_peak_bytes,
         evaluations=history.evaluations,
+        **_origin(plan, origin, replanned=replanned),
     )
+
+
+def _origin(plan: Plan, origin: Checkpoint | None, *, replanned: bool) -> dict[str, Any]:
+    """Where the run's state came from, and what was predicted at its first step."""
+    if origin is None:
+        peak_bytes, step_ns = plan.prediction.peak_bytes, plan.prediction.step_ns
+    else:
+        peak_bytes, step_ns = origin.progress.predicted_peak_bytes, origin.progress.predicted_step_ns
+    changed = origin is not None and replanned and origin.placement != placement_digest(plan)
+    return {
+        "replanned_at": origin.step if origin is not None and changed else None,
+        "resumed_at": origin.step if origin is not None and not replanned else None,
+        "original_predicted_peak_bytes": peak_bytes,
+        "original_predicted_step_time_s": step_ns / 1e9,
+    }
 
 
 def _moved_bytes(steps: list[dict[str, int]]) -> dict[str, int]:

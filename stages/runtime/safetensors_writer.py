@@ -97,8 +97,7 @@ def entry_of(parameter: Parameter, dtype: str) -> Entry:
         ValueError: The format has no such dtype.
     """
     spec = parameter.spec
-    if dtype not in _DTYPES:
-        raise ValueError(f"{parameter.name} is {dtype}; safetensors files hold {', '.join(_DTYPES)}")
+    check_dtype(parameter.name, dtype)
     return Entry(
         name=parameter.name,
         dtype=dtype,
@@ -106,6 +105,19 @@ def entry_of(parameter: Parameter, dtype: str) -> Entry:
         size_bytes=element_count(spec, {}) * BYTES_PER_ELEMENT[dtype],
         aliases=tuple(name for name in parameter.names if name != parameter.name),
     )
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raises:
+    ValueError: The format has no such dtype.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} is {dtype}; safetensors files hold {', '.join(_DTYPES)}")
+
+
+def format_dtype(dtype: str) -> str:
+    """The format's own name of a dtype: "F32" for float32."""
+    return _DTYPES[dtype]
 
 
 def lay_out(writer: SyncedWriter, entries: Sequence[Entry]) -> dict[str, Place]:

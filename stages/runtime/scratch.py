@@ -14,8 +14,6 @@ from types import TracebackType
 
 from stages.artifacts.errors import StorageError
 
-#: of the folder in the user's cache folder
-APPLICATION = "stages"
 _LOCK_SUFFIX = ".lock"
 #: what this module makes, and so all that it may remove from a folder that may hold the user's own files
 _NAME = re.compile(r"stages-scratch-[0-9]+-[0-9a-f]{8}")
@@ -34,14 +32,14 @@ class ScratchFolder:
     a file without a name, see `tiers.space.open_nameless`.
 
     Args:
-        root: Where to make it, `tiers.disk`; "": the user's cache folder.
+        root: Where to make it: `TiersConfig.folder`.
 
     Raises:
         StorageError: `root` is a file or not writable.
     """
 
-    def __init__(self, root: str | Path = "") -> None:
-        self._root = Path(root) if str(root) else default_root()
+    def __init__(self, root: Path) -> None:
+        self._root = root
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             remove_stale(self._root)
@@ -72,14 +70,6 @@ class ScratchFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def default_root() -> Path:
-    """The user's cache folder for this program (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # the specification: a relative path is to be ignored
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return folder / APPLICATION
 
 
 def remove_stale(root: Path) -> list[Path]:

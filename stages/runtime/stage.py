@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from stages.artifacts import graph as g
+from stages.artifacts.checkpoint import Checkpoint
 from stages.artifacts.costs import Costs
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
@@ -19,13 +22,34 @@ from stages.optim.make import make_kernel
 from stages.region import memory
 from stages.region.initial import iterate_initial
 from stages.runtime import reporting
-from stages.runtime.data import open_batches
+from stages.runtime.checkpoint.periodic import Periodic
+from stages.runtime.checkpoint.read import find, load_manifest
+from stages.runtime.checkpoint.record import describe, go_on_from
+from stages.runtime.checkpoint.write import save
+from stages.runtime.data import RowBatches, open_batches
 from stages.runtime.engine import Engine
 from stages.runtime.export import export_initial, export_weights
 from stages.runtime.lanes.lane_set import LaneSet
 from stages.runtime.loop import TrainingLoop
+from stages.runtime.replan.watch import Handover, Watch
 from stages.runtime.scratch import ScratchFolder
 from stages.runtime.tiers.disk import DiskFile
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Files of a run beside its artifacts.
+
+    Attributes:
+        predicted: The simulator's timeline of the plan; None: first steps are not held against it.
+        state: What an earlier process of this run left to go on from.
+        handover: Where this one may leave its state, if the plan should be solved again.
+    """
+
+    run_folder: Path
+    predicted: Path | None = None
+    state: Path | None = None
+    handover: Handover | None = None
 
 
 def run(
@@ -34,31 +58,93 @@ def run(
     costs: Costs,
     plan: Plan,
     evaluation: g.RegionGraph | None = None,
+    surroundings: Surroundings | None = None,
 ) -> tuple[Summary, list[Timeline]]:
-    """Trains `config.steps` steps.
+    """Trains until `config.steps` steps are made, counted from the run's beginning.
 
     Args:
         evaluation: The model in evaluation mode, where `config.eval.every` asks for it.
+        surroundings: None: in the present folder, and nothing but training.
 
     Raises:
+        ReplanRequested: The first steps were not as predicted; see `stages.runtime.replan`.
         StorageError: A tier is short or broken.
         DataError: The data does not fit the model.
+        ConfigError, ArtifactError: The checkpoint to resume from is missing, damaged or another job's.
     """
+    started_ns = time.monotonic_ns()
     memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     torch.set_num_threads(costs.threads)
+    surroundings = surroundings or Surroundings(Path())
     batches = open_batches(config, graph)
     evaluated = None if evaluation is None else open_batches(config, evaluation, config.eval.path or None)
     with open_engine(config, graph, plan, evaluation) as engine:
-        started = time.monotonic()
-        engine.load(iterate_initial(graph, config.seed))
-        print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
+        loop = TrainingLoop(engine, batches, config, evaluated)
+        origin = _fill(config, graph, engine, loop, batches, surroundings.state)
         if config.export.initial:
             export_initial(Path(config.export.initial), graph, config.seed)
-        loop = TrainingLoop(engine, batches, config, evaluated)
+        _listen(config, costs, engine, loop, batches, surroundings, origin, started_ns)
         loop.run()
         if config.export.final:
             export_weights(Path(config.export.final), graph, engine.weights())
-        return reporting.summarise(graph, costs, plan, loop), loop.timelines
+        replanned = origin is not None and surroundings.state is not None
+        return reporting.summarise(graph, costs, plan, loop, origin, replanned=replanned), loop.timelines
+
+
+def _fill(
+    config: RunConfig,
+    graph: g.RegionGraph,
+    engine: Engine,
+    loop: TrainingLoop,
+    batches: RowBatches,
+    state: Path | None,
+) -> Checkpoint | None:
+    """Initial values, or the training state to go on from; its manifest."""
+    started = time.monotonic()
+    folder = state or (find(Path(config.resume)) if config.resume else None)
+    if folder is None:
+        engine.load(iterate_initial(graph, config.seed))
+        loop.start()
+        print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
+        return None
+    manifest = load_manifest(folder)
+    go_on_from(folder, manifest, engine, loop, batches, config)
+    if state is not None:
+        shutil.rmtree(state)  # read; its space may be wanted
+    seconds = time.monotonic() - started
+    print(f"training state of step {manifest.step} in place after {seconds:.1f} s", flush=True)
+    return manifest
+
+
+def _listen(
+    config: RunConfig,
+    costs: Costs,
+    engine: Engine,
+    loop: TrainingLoop,
+    batches: RowBatches,
+    surroundings: Surroundings,
+    origin: Checkpoint | None,
+    started_ns: int,
+) -> None:
+    """Adds what happens between steps: checkpoints, and the watch over the first steps."""
+    prediction = engine.plan.prediction
+    first = (prediction.peak_bytes, prediction.step_ns)
+    if origin is not None:
+        first = (origin.progress.predicted_peak_bytes, origin.progress.predicted_step_ns)
+
+    def write(folder: Path) -> None:
+        save(folder, engine.homes(), describe(engine, loop, batches, config, first))
+
+    if config.checkpoint.every:
+        folder = Path(config.checkpoint.dir or surroundings.run_folder / "checkpoints")
+        loop.listeners.append(Periodic(folder, config.checkpoint.every, config.checkpoint.keep, write))
+    # once is enough: costs that were corrected are not doubted again
+    if config.solver.replan != "never" and surroundings.predicted and surroundings.state is None:
+        startup_ns = time.monotonic_ns() - started_ns
+        watch = Watch(
+            config, engine, loop, costs, surroundings.predicted, startup_ns, surroundings.handover, write
+        )
+        loop.listeners.append(watch)
 
 
 @contextmanager
@@ -71,7 +157,7 @@ def open_engine(
         StorageError: The disk tier has no room for `plan.disk_bytes`.
     """
     kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
-    with ScratchFolder(config.tiers.disk) as folder:
+    with ScratchFolder(config.tiers.folder) as folder:
         disk = DiskFile(folder, plan.disk_bytes) if plan.disk_bytes else None
         lanes = LaneSet.of_kind(config.runtime.lane)
         poison = config.runtime.lane == "adversarial"

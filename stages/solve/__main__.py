@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stages.artifacts import envelope
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.graph import RegionGraph
@@ -15,6 +16,14 @@ def work(order: Order) -> None:
     graph, costs = order.load(RegionGraph), order.load(Costs)
     if "plan" in order.inputs:
         check(order, order.load(Plan), graph, costs)
+        return
+    if "previous" in order.inputs:
+        from stages.solve.replan import run_again
+
+        previous = envelope.load(order.inputs["previous"], Plan)
+        plan, predicted = run_again(order.config, graph, costs, previous, evaluation=order.load_evaluation())
+        order.save(predicted)
+        order.save(plan)
         return
     plan, predicted = run(order.config, graph, costs, evaluation=order.load_evaluation())
     order.save(predicted)

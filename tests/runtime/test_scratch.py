@@ -170,15 +170,6 @@ def test_a_folder_that_cannot_be_made_leaves_no_lock(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with ScratchFolder() as made:
-        assert made.parent == tmp_path / scratch.APPLICATION
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert scratch.default_root() == tmp_path / "home" / ".cache" / scratch.APPLICATION
-
-
 def test_locks_are_not_inherited_by_programs_that_are_started(tmp_path: Path) -> None:
     """Else a child that outlives a killed run would keep its folder for ever."""
     folder = ScratchFolder(tmp_path)

@@ -7,7 +7,6 @@ the model than the largest region, which any plan must hold too.
 from __future__ import annotations
 
 import gc
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,7 +67,7 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     room = gauge.process_peak_bytes - _settled_bytes()
     optimizer = measure_optimizer(graph, kernel, gauge, room_bytes=room)
     links = measure_links(
-        _existing(disk_folder(config)), seconds=_LINKS_S, compute=_typical_work(graph, cases, regions)
+        _existing(config.tiers.folder), seconds=_LINKS_S, compute=_typical_work(graph, cases, regions)
     )
     return Costs(
         device="cpu",
@@ -158,13 +157,6 @@ def _settled_bytes() -> int:
     gc.collect()
     memory.trim()
     return memory.resident_bytes()
-
-
-def disk_folder(config: RunConfig) -> Path:
-    """Where the disk tier will be: as configured, or the user's cache folder."""
-    if config.tiers.disk:
-        return Path(config.tiers.disk)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _existing(folder: Path) -> Path:

@@ -1,0 +1,66 @@
+"""What can be refused before the first stage starts: files that are not there, settings without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.artifacts.errors import ConfigError, DataError
+from stages.config import RunConfig
+
+
+def require_data(config: RunConfig) -> None:
+    """Refuses data whose files are missing, rather than after minutes of tracing and profiling.
+
+    Raises:
+        DataError: A file or folder that training will read is not there.
+    """
+    data = config.data
+    expected = "an .npy file" if data.name == "tokens" else "a text file or a folder of them"
+    paths = {"data.path": data.path}
+    if config.eval.every:
+        paths["eval.path"] = config.eval.path
+    for key, path in paths.items():
+        if data.name != "random" and path:
+            _require(
+                Path(path).is_file() or (data.name == "text" and Path(path).is_dir()), key, path, expected
+            )
+    if data.name == "text" and data.tokenizer != "bytes":
+        folder = "bytes, or the folder of a saved Hugging Face tokenizer"
+        _require(Path(data.tokenizer).is_dir(), "data.tokenizer", data.tokenizer, folder)
+
+
+def _require(exists: bool, key: str, path: str, expected: str) -> None:
+    if not exists:
+        raise DataError(
+            f"{key}={path} does not exist; expected {expected}", key=key, found=path, expected=expected
+        )
+
+
+def require_checkpoint(config: RunConfig) -> None:
+    """Raises:
+    ConfigError: The folder to resume from is not there.
+    """
+    if config.resume and not Path(config.resume).is_dir():
+        expected = "the folder of a checkpoint, or one with checkpoints in it"
+        raise ConfigError(
+            f"resume={config.resume} does not exist; expected {expected}",
+            key="resume",
+            found=config.resume,
+            expected=expected,
+        )
+
+
+def require_host_tier(config: RunConfig) -> None:
+    """Refuses a budget for a tier that is not there: without an accelerator, RAM is the device tier.
+
+    Raises:
+        ConfigError: `tiers.host_budget` is given.
+    """
+    if config.tiers.host_budget:
+        raise ConfigError(
+            f"tiers.host_budget={config.tiers.host_budget} has no effect on the CPU, where memory is the "
+            f"device tier and `budget` bounds it. Leave it out; tiers.disk_budget bounds the disk",
+            key="tiers.host_budget",
+            found=config.tiers.host_budget,
+            expected="nothing, on the CPU",
+        )

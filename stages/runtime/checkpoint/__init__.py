@@ -1,0 +1,1 @@
+"""Training state on disk, whole or absent, for any plan of the same model."""

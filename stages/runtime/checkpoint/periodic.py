@@ -1,0 +1,52 @@
+"""A checkpoint every so many steps, of which the newest few stay."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from stages.runtime.engine import StepResult
+
+_FOLDER = re.compile(r"step-([0-9]+)")
+#: what a run that was killed while it saved leaves: see `write.save`
+_PART = re.compile(r"\.step-[0-9]+\.([0-9]+)\.(?:part|old)")
+
+
+class Periodic:
+    """A listener of the training loop.
+
+    Args:
+        folder: Gets folders step-N.
+        every: Steps between checkpoints.
+        keep: How many stay.
+        save: Writes the training state to a folder, in place of one that exists.
+    """
+
+    def __init__(self, folder: Path, every: int, keep: int, save: Callable[[Path], None]) -> None:
+        self._folder, self._every, self._keep, self._save = folder, every, keep, save
+        remove_parts(folder)
+
+    def __call__(self, step: int, result: StepResult) -> None:
+        if step % self._every:
+            return
+        self._save(self._folder / f"step-{step}")
+        print(f"checkpoint of step {step} in {self._folder}", flush=True)
+        # only what came before: a run that goes on from an older checkpoint must not remove its own new one
+        older = sorted(number for number in numbers(self._folder) if number <= step)
+        for number in older[: -self._keep]:
+            shutil.rmtree(self._folder / f"step-{number}")
+
+
+def numbers(folder: Path) -> list[int]:
+    """The steps of the checkpoints in `folder`."""
+    return [int(match.group(1)) for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+
+
+def remove_parts(folder: Path) -> None:
+    """Removes what killed processes left half-written."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _PART.fullmatch(path.name)
+        if match and not Path(f"/proc/{match.group(1)}").exists():
+            shutil.rmtree(path)
