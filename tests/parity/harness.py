@@ -133,7 +133,7 @@ def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
         source="measured",
         baseline_bytes=0,
         stage_peak_bytes={},
-        regions=[measure_region(graph, case, PeakGauge(), seconds=0.0) for case in cases.values()],
+        regions=[measure_region(graph, case, PeakGauge()) for case in cases.values()],
         links=[LinkCost(name, 50_000, 10**9, 5 * 10**8) for name in ("disk_read", "disk_write")],
         optimizer=OptimizerCost(
             implementation=kernel.implementation,
