@@ -23,6 +23,7 @@ from stages.sizes import parse_size as parse_size
 MISSING: Any = "???"
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+LOSSES = ("auto", "mean", "token_mean", "sum")
 SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async")
 REPLANNING = ("auto", "never", "always")
 DEVICES = ("auto", "cpu", "cuda")
@@ -45,6 +46,9 @@ def _require_one_of(key: str, found: str, options: tuple[str, ...]) -> None:
 def _require_optional_size(key: str, found: str) -> None:
     if found:
         parse_size(found, key)
+
+
+_LEFT_OUT = "nothing with solver.micro_batches=auto, which chooses the number"
 
 
 @dataclass
@@ -110,16 +114,36 @@ class OptimizerConfig:
 
 
 @dataclass
+class TrainConfig:
+    """How a step goes through its batch.
+
+    micro_batches: slices that a step's batch is cut into; their gradients add up to the batch's.
+    loss: how the losses of slices make the batch's loss. "auto": found out by running the model on
+    a few rows, whole and in slices; refused where they do not. Declared: "mean" over rows,
+    "token_mean" over the targets of a cross entropy that are not ignored, "sum".
+    """
+
+    micro_batches: int = 1
+    loss: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.micro_batches >= 1, "train.micro_batches", self.micro_batches, "at least 1")
+        _require_one_of("train.loss", self.loss, LOSSES)
+
+
+@dataclass
 class SolverConfig:
     name: str = MISSING  # resident | layerwise | greedy_sync | greedy_async
     time_limit_s: float = 10.0
     #: whether a plan whose first steps are not as predicted is solved again with corrected costs; "always"
     #: (tests): whatever the first steps were
     replan: str = "auto"
+    micro_batches: str = "given"  # given (train.micro_batches) | auto
 
     def __post_init__(self) -> None:
         _require_one_of("solver.name", self.name, SOLVERS)
         _require_one_of("solver.replan", self.replan, REPLANNING)
+        _require_one_of("solver.micro_batches", self.micro_batches, ("given", "auto"))
         _require(self.time_limit_s > 0, "solver.time_limit_s", self.time_limit_s, "more than 0 seconds")
 
 
@@ -208,6 +232,7 @@ class RunConfig:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -224,6 +249,10 @@ class RunConfig:
             parse_size(self.budget, "budget")
         _require_one_of("precision", self.precision, PRECISIONS)
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
+        micro_batches, auto = self.train.micro_batches, self.solver.micro_batches == "auto"
+        fits = micro_batches <= self.data.batch_size
+        _require(fits, "train.micro_batches", micro_batches, f"at most data.batch_size={self.data.batch_size}")
+        _require(not auto or micro_batches == 1, "train.micro_batches", micro_batches, _LEFT_OUT)
         # torch.manual_seed takes this range; NumPy's generators refuse negative seeds
         _require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")
 

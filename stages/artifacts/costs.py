@@ -69,6 +69,13 @@ class OptimizerCost(Struct, frozen=True):
     workspace_bytes_per_element: Natural = 0
 
 
+class SliceCosts(Struct, frozen=True):
+    """Costs of the regions when the step's batch is cut into `micro_batches` slices."""
+
+    micro_batches: Natural
+    regions: list[RegionCost]
+
+
 class Costs(Struct, frozen=True):
     device: str  # "cpu" | "cuda"
     threads: Natural
@@ -85,3 +92,12 @@ class Costs(Struct, frozen=True):
     allocator_overhead_ppm: Natural = 0
     #: beside an accelerator: host memory of the training process, whatever the plan
     host_baseline_bytes: Natural = 0
+    #: slices that the batch was cut into when `regions` were measured
+    micro_batches: Natural = 1
+    #: the same for other numbers of slices, where the solver may choose
+    slices: list[SliceCosts] = []
+    #: how slices' losses make the batch's: "mean" | "token_mean" | "sum"; "" where they do not, or
+    #: where nobody asked
+    loss: str = ""
+    #: why they do not
+    inseparable: str = ""

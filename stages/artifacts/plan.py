@@ -63,6 +63,9 @@ class Buffer(Struct, frozen=True):
     extent: Integer | None = None  # byte offset in its home; None: never leaves the device
     home: str = "disk"  # "disk" | "host": host memory, beside an accelerator
     resident: bool = False  # on the device from before the phase's entry until after its exit
+    #: of values, value gradients and saved: whose it is. Of a gradient: 0 is the sum over all
+    #: micro-batches, m >= 1 the gradient of m alone until it is complete and joins that sum
+    micro_batch: Integer = 0
 
 
 class Access(Struct, frozen=True):
@@ -81,6 +84,7 @@ class Instruction(Struct, frozen=True):
     writes: list[Access] = []
     frees: list[Integer] = []  # buffers whose memory is returned when this has finished
     region: Integer = -1
+    micro_batch: Integer = 0  # forward, recompute, backward
     mode: str = ""  # forward: "keep" | "drop"
     parameter: str = ""  # update
     start: Integer = 0  # update: first element
@@ -143,6 +147,11 @@ class Placement(Struct, frozen=True):
     resident_weights: list[str] = []
     #: parameter with streamed state -> its leading elements whose state stays, a multiple of 4096
     resident_elements: dict[str, Integer] = {}
+    #: slices that the step's batch is cut into (see `stages.artifacts.slicing`)
+    micro_batches: Integer = 1
+    #: "vertical": all of them go through a region before the next region begins, so that a streamed
+    #: weight is read once per direction; "horizontal": each goes through the whole model alone
+    micro_batch_order: str = "vertical"
 
 
 class Prediction(Struct, frozen=True):
@@ -176,6 +185,8 @@ class Plan(Struct, frozen=True):
     #: process, its records of the plan, bounce buffers of what passes through to the disk)
     host_pool_bytes: Integer = 0
     host_bytes: Integer = 0
+    #: how slices' losses make the step's loss: "mean" | "token_mean" | "sum"; "" with one slice
+    loss: str = ""
 
 
 def bookkeeping_bytes(instructions: int, buffers: int) -> int:

@@ -15,6 +15,7 @@ from stages.artifacts.graph import (
     planned_sizes,
     storage_bytes,
 )
+from stages.artifacts.slicing import VERTICAL, costs_of_slice, graph_of_slice
 from stages.solve.problem import (
     HostTier,
     PersistentBuffer,
@@ -32,15 +33,25 @@ _HALF_PRECISION = ("float16", "bfloat16")
 _UNLIMITED = 2**62
 
 
-def build_problem(graph: RegionGraph, costs: Costs, host_bytes: int | None = None) -> Problem:
+def build_problem(
+    graph: RegionGraph,
+    costs: Costs,
+    host_bytes: int | None = None,
+    *,
+    micro_batches: int = 1,
+    order: str = VERTICAL,
+) -> Problem:
     """Reduces `graph` and `costs`.
 
     Args:
         host_bytes: What host memory may hold beside an accelerator; None: no limit.
+        micro_batches: Slices that the batch is cut into; the problem's sizes are those of one slice.
+        order: In which they pass, see `Placement.micro_batch_order`.
 
     Raises:
         ArtifactError: They do not fit each other, or the graph's regions do not fit its values.
     """
+    graph, costs = graph_of_slice(graph, micro_batches), costs_of_slice(costs, micro_batches)
     links = {link.name: link for link in costs.links}
     beside = costs.device != "cpu"
     near = ("upload", "download") if beside else ("disk_read", "disk_write")
@@ -71,6 +82,8 @@ def build_problem(graph: RegionGraph, costs: Costs, host_bytes: int | None = Non
         allocator_overhead_ppm=costs.allocator_overhead_ppm,
         initial_bytes=0 if beside else largest_initial,
         host=_host(costs, links, host_bytes, largest_initial) if beside else None,
+        micro_batches=micro_batches,
+        micro_batch_order=order,
     )
 
 

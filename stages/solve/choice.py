@@ -144,6 +144,8 @@ def to_placement(problem: Problem, choice: Choice) -> Placement:
         prefetch_backward=[choice.prefetch[slot] for slot in _backward_slots(problem)],
         resident_weights=_held_weights(problem, choice),
         resident_elements={name: count for name, count in choice.kept.items() if state[name] == "streamed"},
+        micro_batches=problem.micro_batches,
+        micro_batch_order=problem.micro_batch_order,
     )
 
 

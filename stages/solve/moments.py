@@ -6,23 +6,39 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import add
 
+from stages.solve.problem import Problem
+
 
 class Positions:
-    """Forward of each region, then backward and update of each in reverse, then the update phase."""
+    """The turns of a step, an update after each backward that completes gradients, then the update
+    phase."""
 
-    def __init__(self, regions: int) -> None:
-        self.count = regions
-        self.positions = 3 * regions + 1
+    def __init__(self, problem: Problem) -> None:
+        self.count = len(problem.regions)
+        self._turns = problem.turns
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        #: positions at which weights are updated inside backward
+        self.updates: list[int] = []
+        position = 0
+        for turn in problem.turns:
+            self._begins.append(position)
+            if not turn.forward and turn.micro_batch == problem.last_micro_batch:
+                position += 1
+                self.updates.append(position)
+            self._ends.append(position)
+            position += 1
+        self.positions = position + 1
 
     def begins(self, slot: int) -> int:
-        return slot if slot < self.count else self.count + 2 * (slot - self.count)
+        return self._begins[slot]
 
     def ends(self, slot: int) -> int:
-        """The last position of a slot: its update."""
-        return min(slot if slot < self.count else self.begins(slot) + 1, self.positions - 2)
+        """The last position of a slot: its update, where it has one. Slots after the last are the last."""
+        return self._ends[min(slot, len(self._ends) - 1)]
 
     def region_of(self, slot: int) -> int:
-        return slot if slot < self.count else 2 * self.count - 1 - slot
+        return self._turns[slot].region
 
 
 @dataclass(frozen=True)

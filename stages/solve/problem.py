@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from stages.artifacts.graph import (
     BYTES_PER_ELEMENT,
 )
 from stages.artifacts.plan import ALIGNMENT
+from stages.artifacts.slicing import HORIZONTAL, VERTICAL
 
 
 def align(size_bytes: int) -> int:
@@ -134,8 +136,20 @@ class HostTier:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One region's turn on the compute lane, forward or backward, with one micro-batch."""
+
+    region: int
+    micro_batch: int
+    forward: bool
+
+
+@dataclass(frozen=True)
 class Problem:
-    """A graph and its costs, reduced to what planning reads."""
+    """A graph and its costs, reduced to what planning reads: sizes and costs of one micro-batch.
+
+    micro_batch_order: see `Placement`.
+    """
 
     precision: str
     device: str
@@ -153,6 +167,8 @@ class Problem:
     initial_bytes: int = 0
     #: None: the device tier is host memory, and the next one the disk
     host: HostTier | None = None
+    micro_batches: int = 1
+    micro_batch_order: str = VERTICAL
 
     def link(self, lane: str, home: str) -> LinkCost:
         """The link of a transfer on `lane` ("read" | "write") of a buffer whose home is `home`."""
@@ -167,14 +183,59 @@ class Problem:
         return tuple(sorted(found, key=lambda parameter: -parameter.update_region))
 
     @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """Who runs in which slot of a step.
+
+        With one micro-batch: every forward, then every backward. Vertically, the last region goes
+        forward and backward with each micro-batch in turn, so that its activations (the logits)
+        need not wait.
+        """
+        regions, together = range(len(self.regions)), range(self.micro_batches)
+        if self.micro_batch_order == HORIZONTAL:
+            passes = [(regions, [batch]) for batch in together]
+        else:
+            passes = [(regions, list(together))]
+        return tuple(turn for names, batches in passes for turn in _turns_of(names, batches))
+
+    @property
     def slots(self) -> int:
-        """Region slots of a step: every forward, then every backward."""
-        return 2 * len(self.regions)
+        return len(self.turns)
+
+    @cached_property
+    def _slot_of(self) -> dict[Turn, int]:
+        return {turn: slot for slot, turn in enumerate(self.turns)}
+
+    @property
+    def last_micro_batch(self) -> int:
+        return self.micro_batches - 1
+
+    def lead_slots(self, regions: int) -> int:
+        """Slots in which that many regions have their turns with all micro-batches that pass together."""
+        return regions * (self.micro_batches if self.micro_batch_order == VERTICAL else 1)
 
     @property
     def defers_update(self) -> bool:
         """Under fp16 the overflow check comes before any update."""
         return self.precision == "fp16"
 
-    def backward_slot(self, region: int) -> int:
-        return self.slots - 1 - region
+    def forward_slot(self, region: int, micro_batch: int = 0) -> int:
+        return self._slot_of[Turn(region, micro_batch, True)]
+
+    def backward_slot(self, region: int, micro_batch: int = 0) -> int:
+        return self._slot_of[Turn(region, micro_batch, False)]
+
+    def update_slot(self, region: int) -> int:
+        """The slot after which gradients that are complete in `region` have their sum over all
+        micro-batches."""
+        return self.backward_slot(region, self.last_micro_batch)
+
+
+def _turns_of(regions: range, batches: Sequence[int]) -> Iterator[Turn]:
+    """The turns of micro-batches that pass together."""
+    last = len(regions) - 1
+    for region in regions[:-1]:
+        yield from (Turn(region, batch, True) for batch in batches)
+    for batch in batches:
+        yield from (Turn(last, batch, forward) for forward in (True, False))
+    for region in reversed(regions[:-1]):
+        yield from (Turn(region, batch, False) for batch in batches)

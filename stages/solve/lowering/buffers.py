@@ -177,6 +177,18 @@ class BufferTable:
                 for span in spans_of(self._problem, self._placement, parameter):
                     self.weight_piece(parameter, span)
 
+    def partial_gradient(self, parameter: PlannedParameter, micro_batch: int) -> int:
+        """What regions have sent so far with one micro-batch, where several send to the parameter.
+
+        A plain loop completes one micro-batch's gradient before it adds it to the sum; that order
+        of additions is kept. The first micro-batch's is the sum itself.
+        """
+        if not micro_batch or len(parameter.gradient_regions) == 1:
+            return self.gradient(parameter)
+        return self._add(
+            "gradient", parameter.name, parameter.bytes, parameter.dtype, micro_batch=micro_batch
+        )
+
     def gradient(self, parameter: PlannedParameter) -> int:
         moves = self._placement.gradients == "move"
         extent = self._extent("gradient", parameter.name, parameter.bytes) if moves else None
@@ -188,21 +200,33 @@ class BufferTable:
 
     # activations
 
-    def value(self, name: str) -> int:
+    def value(self, name: str, micro_batch: int = 0) -> int:
         value = self._problem.values[name]
+        if value.producer < 0:
+            return self._add("value", name, self._input_bytes(name), value.dtype, resident=True)
         moves = self._placement.values.get(name, "keep") == "move" and value.movable
-        extent = self._extent("value", name, value.bytes) if moves else None
-        return self._add("value", name, value.bytes, value.dtype, extent=extent, resident=value.producer < 0)
+        extent = self._extent("value", name, value.bytes, micro_batch=micro_batch) if moves else None
+        return self._add(
+            "value", name, value.bytes, value.dtype, extent=extent, micro_batch=micro_batch
+        )
 
-    def value_gradient(self, name: str) -> int:
+    def _input_bytes(self, name: str) -> int:
+        """The whole batch is there at once; its slices are views."""
+        return self._problem.values[name].bytes * self._problem.micro_batches
+
+    def value_gradient(self, name: str, micro_batch: int = 0) -> int:
         value = self._problem.values[name]
-        return self._add("value_gradient", name, value.bytes, value.dtype)
+        return self._add("value_gradient", name, value.bytes, value.dtype, micro_batch=micro_batch)
 
-    def saved(self, region: int) -> int:
+    def saved(self, region: int, micro_batch: int = 0) -> int:
         planned = self._problem.regions[region]
         moves = self._placement.regions[region].activations == "move" and planned.cost.saved_bytes > 0
-        extent = self._extent("saved", planned.name, planned.saved_extent_bytes) if moves else None
-        return self._add("saved", planned.name, planned.cost.saved_bytes, "uint8", extent=extent)
+        size, extent = planned.saved_extent_bytes, None
+        if moves:
+            extent = self._extent("saved", planned.name, size, micro_batch=micro_batch)
+        return self._add(
+            "saved", planned.name, planned.cost.saved_bytes, "uint8", extent=extent, micro_batch=micro_batch
+        )
 
     def evaluation_value(self, problem: Problem, name: str) -> int:
         """A value of the evaluation graph; its batch takes the place of the training batch."""
@@ -212,12 +236,14 @@ class BufferTable:
 
     def _same_input(self, name: str, size_bytes: int) -> bool:
         known = self._problem.values.get(name)
-        return known is not None and known.producer < 0 and known.bytes == size_bytes
+        return known is not None and known.producer < 0 and self._input_bytes(name) == size_bytes
 
     # records
 
-    def _extent(self, role: str, owner: str, size_bytes: int, state: str = "") -> int:
-        key = (role, owner, state)
+    def _extent(
+        self, role: str, owner: str, size_bytes: int, state: str = "", micro_batch: int = 0
+    ) -> int:
+        key = (role, owner, f"{state}{micro_batch or ''}")
         if key not in self._extents:
             self._extents[key] = self.disk_bytes
             self.disk_bytes += align(max(1, size_bytes))
@@ -236,9 +262,10 @@ class BufferTable:
         state: str = "",
         start: int = 0,
         count: int = 0,
+        micro_batch: int = 0,
         key: str = "",
     ) -> int:
-        known = (key or role, owner, state, start)
+        known = (key or role, owner, f"{state}{micro_batch or ''}", start)
         if known not in self._ids:
             self._ids[known] = len(self.buffers)
             self.buffers.append(
@@ -254,6 +281,7 @@ class BufferTable:
                     offset=UNPLACED if planned else None,
                     extent=extent,
                     resident=resident,
+                    micro_batch=micro_batch,
                 )
             )
         return self._ids[known]

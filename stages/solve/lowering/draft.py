@@ -20,6 +20,7 @@ class Draft:
     writes: list[Access]
     frees: list[int]
     region: int = -1
+    micro_batch: int = 0
     mode: str = ""
     parameter: str = ""
     start: int = 0
@@ -98,6 +99,7 @@ class PhaseDraft:
         frees: Iterable[int] = (),
         after: Iterable[int] = (),
         region: int = -1,
+        micro_batch: int = 0,
         mode: str = "",
         workspace_bytes: int = 0,
     ) -> Draft:
@@ -105,6 +107,7 @@ class PhaseDraft:
         waits = {maker for buffer in reads if (maker := self._content_maker.get(buffer, -1)) >= 0}
         draft = self._add("compute", operation, waits | set(after))
         draft.region, draft.mode, draft.workspace_bytes = region, mode, workspace_bytes
+        draft.micro_batch = micro_batch
         draft.reads.extend(Access(buffer, self._version[buffer]) for buffer in reads)
         for buffer in writes:
             self._version[buffer] = self._version.get(buffer, 0) + 1
@@ -141,6 +144,7 @@ class PhaseDraft:
                 writes=draft.writes,
                 frees=draft.frees,
                 region=draft.region,
+                micro_batch=draft.micro_batch,
                 mode=draft.mode,
                 parameter=draft.parameter,
                 start=draft.start,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from stages.artifacts.plan import Placement
+from stages.artifacts.slicing import VERTICAL
 from stages.solve.lowering.buffers import BufferTable
 from stages.solve.lowering.draft import PhaseDraft
 from stages.solve.lowering.update import UpdateStream, units_of
 from stages.solve.lowering.windows import windows
-from stages.solve.problem import PlannedParameter, PlannedRegion, PlannedValue, Problem
+from stages.solve.problem import PlannedParameter, PlannedRegion, PlannedValue, Problem, Turn
 
 
 class Schedule:
@@ -30,43 +31,72 @@ class Schedule:
 
 
 def weight_uses(problem: Problem, parameter: PlannedParameter) -> list[int]:
-    """Slots that read a weight."""
-    return sorted((*parameter.uses, *(problem.backward_slot(region) for region in parameter.backward_uses)))
+    """Slots that read a weight, of all micro-batches."""
+    slots = [
+        slot
+        for batch in range(problem.micro_batches)
+        for slot in _slots(problem, parameter.uses, parameter.backward_uses, batch)
+    ]
+    return sorted(slots)
 
 
-def value_uses(problem: Problem, value: PlannedValue) -> list[int]:
-    """Slots that make or read a value. A region's inputs are needed until its backward: autograd
-    keeps handles to them, and a recompute reads them."""
+def value_uses(problem: Problem, value: PlannedValue, micro_batch: int = 0) -> list[int]:
+    """Slots that make or read a micro-batch's value. A region's inputs are needed until its backward:
+    autograd keeps handles to them, and a recompute reads them."""
     made = [value.producer] if value.producer >= 0 else []
-    back = [problem.backward_slot(region) for region in value.backward_consumers]
-    return sorted((*made, *value.consumers, *back))
+    return sorted(_slots(problem, (*made, *value.consumers), value.backward_consumers, micro_batch))
+
+
+def _slots(
+    problem: Problem, forward: Iterable[int], backward: Iterable[int], micro_batch: int
+) -> Iterator[int]:
+    yield from (problem.forward_slot(region, micro_batch) for region in forward)
+    yield from (problem.backward_slot(region, micro_batch) for region in backward)
+
+
+def saved_uses(problem: Problem, region: int, micro_batch: int = 0) -> list[int]:
+    """Slots that make and read what autograd keeps of a region."""
+    return [problem.forward_slot(region, micro_batch), problem.backward_slot(region, micro_batch)]
 
 
 def lead_of(problem: Problem, placement: Placement) -> Callable[[int], int]:
     """How many slots before the use in a slot its fetch may start."""
-    count = len(problem.regions)
     back = placement.prefetch_backward or placement.prefetch
-    return lambda slot: placement.prefetch[slot] if slot < count else back[2 * count - 1 - slot]
+
+    def lead(slot: int) -> int:
+        turn = problem.turns[slot]
+        return placement.prefetch[turn.region] if turn.forward else back[turn.region]
+
+    return lead
+
+
+def weight_lead_of(problem: Problem, placement: Placement) -> Callable[[int], int]:
+    """The same for weights, which wait for all micro-batches that pass a region together."""
+    lead = lead_of(problem, placement)
+    return lambda slot: problem.lead_slots(lead(slot))
 
 
 def build_schedule(problem: Problem, placement: Placement, table: BufferTable) -> Schedule:
     schedule = Schedule()
     lead = lead_of(problem, placement)
+    weight_lead = weight_lead_of(problem, placement)
     for name in problem.parameters:
         if name in table.streamed:
-            _schedule_weight(schedule, problem, placement, table, problem.parameters[name], lead)
-    for value in problem.values.values():
-        if value.producer >= 0:
-            buffer = table.value(value.name)
-            moves = table.buffers[buffer].extent is not None
-            lag = placement.prefetch[value.producer]
-            _schedule_dynamic(schedule, buffer, value_uses(problem, value), lead, lag, moves=moves)
-    for region in problem.regions:
-        moves = table.buffers[table.saved(region.index)].extent is not None
-        if region.backward and moves:
-            uses = [region.index, problem.backward_slot(region.index)]
-            lag = placement.prefetch[region.index]
-            _schedule_dynamic(schedule, table.saved(region.index), uses, lead, lag, moves=True)
+            _schedule_weight(schedule, problem, placement, table, problem.parameters[name], weight_lead)
+    for batch in range(problem.micro_batches):
+        for value in problem.values.values():
+            if value.producer >= 0:
+                buffer = table.value(value.name, batch)
+                moves = table.buffers[buffer].extent is not None
+                lag = placement.prefetch[value.producer]
+                uses = value_uses(problem, value, batch)
+                _schedule_dynamic(schedule, buffer, uses, lead, lag, moves=moves)
+        for region in problem.regions:
+            saved = table.saved(region.index, batch)
+            if region.backward and table.buffers[saved].extent is not None:
+                uses = saved_uses(problem, region.index, batch)
+                lag = placement.prefetch[region.index]
+                _schedule_dynamic(schedule, saved, uses, lead, lag, moves=True)
     return schedule
 
 
@@ -120,19 +150,25 @@ class StepLowering:
         self._written: dict[int, int] = {}
 
     def run(self) -> None:
-        for region in self._problem.regions:
-            self._begin(region.index)
-            self._forward(region)
-        for region in reversed(self._problem.regions):
-            slot = self._problem.backward_slot(region.index)
+        for slot, turn in enumerate(self._problem.turns):
+            region = self._problem.regions[turn.region]
             self._begin(slot)
-            if region.backward:
-                self._updates.fetch_ahead()
-                self._backward(region, slot)
-                self._complete_gradients(region, slot)
+            if turn.forward:
+                self._forward(region, turn.micro_batch, slot)
+            elif region.backward:
+                if self._leads_to_updates(turn):
+                    self._updates.fetch_ahead()
+                self._backward(region, turn.micro_batch, slot)
+                if turn.micro_batch == self._problem.last_micro_batch:
+                    self._complete_gradients(region, slot)
         for slot in sorted(self._schedule.late_ends):
             if slot >= self._problem.slots:
                 self._vacate(slot)
+
+    def _leads_to_updates(self, turn: Turn) -> bool:
+        """Whether updates follow this backward with none of another region between."""
+        vertical = self._problem.micro_batch_order == VERTICAL
+        return vertical or turn.micro_batch == self._problem.last_micro_batch
 
     def _begin(self, slot: int) -> None:
         self._vacate(slot)
@@ -149,30 +185,31 @@ class StepLowering:
         for buffer in buffers:
             self._written[buffer] = self._draft.write(buffer, free=False)
 
-    def _forward(self, region: PlannedRegion) -> None:
+    def _forward(self, region: PlannedRegion, batch: int, slot: int) -> None:
         table, cost = self._table, region.cost
         keep = region.backward and self._placement.regions[region.index].activations != "recompute"
-        outputs = [table.value(name) for name in region.outputs]
+        outputs = [table.value(name, batch) for name in region.outputs]
         made = list(outputs)
         peak = cost.forward_peak_bytes if keep else cost.dropped_forward_peak_bytes
         if keep:
-            made.append(table.saved(region.index))
+            made.append(table.saved(region.index, batch))
         made_bytes = sum(table.buffers[buffer].bytes for buffer in made)
         self._draft.compute(
             "forward",
-            reads=[*self._inputs(region), *self._persistent(region)],
+            reads=[*self._inputs(region, batch), *self._persistent(region)],
             writes=[*made, *self._mutated(region)],
-            frees=self._schedule.ends[region.index],
+            frees=self._schedule.ends[slot],
             region=region.index,
+            micro_batch=batch,
             mode="keep" if keep else "drop",
             workspace_bytes=max(0, peak - made_bytes),
         )
         self._store([buffer for buffer in made if buffer in self._schedule.stores])
 
-    def _inputs(self, region: PlannedRegion) -> list[int]:
+    def _inputs(self, region: PlannedRegion, batch: int) -> list[int]:
         """Values and weights that a region reads, forward and backward."""
         weights = [self._table.weight(self._problem.parameters[name]) for name in region.weights]
-        return [*(self._table.value(name) for name in region.inputs), *weights]
+        return [*(self._table.value(name, batch) for name in region.inputs), *weights]
 
     def _persistent(self, region: PlannedRegion) -> list[int]:
         return [self._table.persistent(name) for name in region.persistent]
@@ -180,39 +217,52 @@ class StepLowering:
     def _mutated(self, region: PlannedRegion) -> list[int]:
         return [self._table.persistent(name) for name in region.mutates]
 
-    def _backward(self, region: PlannedRegion, slot: int) -> None:
+    def _backward(self, region: PlannedRegion, batch: int, slot: int) -> None:
         table, cost, draft = self._table, region.cost, self._draft
-        saved, inputs = table.saved(region.index), self._inputs(region)
+        saved, inputs = table.saved(region.index, batch), self._inputs(region, batch)
         if self._placement.regions[region.index].activations == "recompute":
             draft.compute(
                 "recompute",
                 reads=inputs,
                 writes=[saved],
                 region=region.index,
+                micro_batch=batch,
                 workspace_bytes=max(0, cost.forward_peak_bytes - cost.saved_bytes),
             )
-        received = [
-            table.value_gradient(name)
-            for name in region.outputs
-            if self._problem.values[name].receives_gradient
-        ]
-        sent = [
-            table.value_gradient(name)
-            for name in region.inputs
-            if self._problem.values[name].receives_gradient
-        ]
-        sent += [table.gradient(self._problem.parameters[name]) for name in region.gradients]
+        received = self._value_gradients(region.outputs, batch)
+        sent, joined = self._gradients(region, batch)
+        sent = [*self._value_gradients(region.inputs, batch), *sent]
         sums = [buffer for buffer in sent if draft.is_present(buffer)]
         new_bytes = sum(table.buffers[buffer].bytes for buffer in sent if buffer not in sums)
         saved_ends = [] if saved in self._schedule.ends[slot] else [saved]
         draft.compute(
             "backward",
-            reads=[saved, *inputs, *received, *sums],
+            reads=[saved, *inputs, *received, *sums, *joined],
             writes=sent,
-            frees=[*self._schedule.ends[slot], *saved_ends, *received],
+            frees=[*self._schedule.ends[slot], *saved_ends, *received, *joined],
             region=region.index,
+            micro_batch=batch,
             workspace_bytes=max(0, cost.backward_peak_bytes - new_bytes),
         )
+
+    def _value_gradients(self, names: Iterable[str], batch: int) -> list[int]:
+        return [
+            self._table.value_gradient(name, batch)
+            for name in names
+            if self._problem.values[name].receives_gradient
+        ]
+
+    def _gradients(self, region: PlannedRegion, batch: int) -> tuple[list[int], list[int]]:
+        """Gradients of weights that a backward adds to, and partial ones that it completes."""
+        sent, joined = [], []
+        for name in region.gradients:
+            parameter = self._problem.parameters[name]
+            partial = self._table.partial_gradient(parameter, batch)
+            last = region.index == min(parameter.gradient_regions)
+            sent.append(self._table.gradient(parameter) if last else partial)
+            if last and partial != sent[-1]:
+                joined.append(partial)
+        return sent, joined
 
     def _complete_gradients(self, region: PlannedRegion, slot: int) -> None:
         complete = [
