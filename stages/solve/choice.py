@@ -81,7 +81,7 @@ class Choice:
     """weights, state: whether streamed, per region and per state group.
 
     held: weight groups that stay although their region streams. kept: leading elements whose state
-    stays, of parameters in streamed state groups. prefetch: per slot, so forward and backward.
+    stays, of parameters in streamed state groups. prefetch: see `Problem.distances`.
     """
 
     weights: list[bool]
@@ -115,7 +115,7 @@ def everything_resident(problem: Problem) -> Choice:
         ],
         state=[False] * len(state_groups(problem)),
         gradients="keep" if problem.defers_update else "consume",
-        prefetch=[0] * problem.slots,
+        prefetch=[0] * problem.distances,
     )
 
 
@@ -141,16 +141,12 @@ def to_placement(problem: Problem, choice: Choice) -> Placement:
         chunk_elements=choice.chunk_elements,
         prefetch=choice.prefetch[: len(problem.regions)],
         chunk_slots=choice.chunk_slots,
-        prefetch_backward=[choice.prefetch[slot] for slot in _backward_slots(problem)],
+        prefetch_backward=choice.prefetch[: len(problem.regions) - 1 : -1],
         resident_weights=_held_weights(problem, choice),
         resident_elements={name: count for name, count in choice.kept.items() if state[name] == "streamed"},
         micro_batches=problem.micro_batches,
         micro_batch_order=problem.micro_batch_order,
     )
-
-
-def _backward_slots(problem: Problem) -> list[int]:
-    return [problem.backward_slot(region.index) for region in problem.regions]
 
 
 def _held_weights(problem: Problem, choice: Choice) -> list[str]:

@@ -7,14 +7,16 @@ simulate what they settle on, and correct the estimate by what they find.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
 from stages.artifacts.plan import bookkeeping_bytes
+from stages.artifacts.slicing import VERTICAL
 from stages.solve.choice import Choice, StateGroup, WeightGroup, state_groups, weight_groups
 from stages.solve.homes import NO_SPILL, Spill, spill_of
-from stages.solve.lowering.step import value_uses
+from stages.solve.lowering.step import saved_uses, value_uses
 from stages.solve.lowering.windows import Window, windows
 from stages.solve.moments import Memory, Positions
 from stages.solve.pace import Transfer, UpdateCost, Updated, step_ns, update_cost, whole_pieces
@@ -44,12 +46,16 @@ class Estimator(Positions):
     """Estimates choices for one problem; what does not depend on the choice is computed once."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(len(problem.regions))
+        super().__init__(problem)
         self.problem = problem
         self.weights: tuple[WeightGroup, ...] = weight_groups(problem)
         self.states: tuple[StateGroup, ...] = state_groups(problem)
+        self._batches = range(problem.micro_batches)
         self._value_slots = {
-            value.name: value_uses(problem, value) for value in problem.values.values() if value.producer >= 0
+            (value.name, batch): value_uses(problem, value, batch)
+            for value in problem.values.values()
+            if value.producer >= 0
+            for batch in self._batches
         }
         weight_of = {name: index for index, group in enumerate(self.weights) for name in group.parameters}
         state_of = {name: index for index, group in enumerate(self.states) for name in group.parameters}
@@ -68,7 +74,9 @@ class Estimator(Positions):
         self._base = self._change_of_fixed()
         # what the plan records beside updates: two fetches of each weight, a few instructions a region
         weights, values = len(problem.parameters), len(problem.values)
-        self._records = bookkeeping_bytes(2 * weights + 5 * self.count, 3 * weights + 2 * values)
+        self._records = bookkeeping_bytes(
+            2 * weights + 5 * self.count * len(self._batches), 3 * weights + 2 * values * len(self._batches)
+        )
         self._cache: dict[tuple[object, ...], object] = {}
 
     def estimate(self, choice: Choice) -> Estimate:
@@ -79,7 +87,10 @@ class Estimator(Positions):
         return self._memory(self._details(choice))
 
     def _windows(self, key: tuple[object, ...], uses: list[int], choice: Choice, lag: int) -> list[Window]:
-        leads = tuple([choice.prefetch[use] for use in uses])
+        distances = [choice.prefetch[self.distance_of(use)] for use in uses]
+        if key[0] == "weight":
+            distances = [self.problem.lead_slots(distance) for distance in distances]
+        leads = tuple(distances)
         known = (*key, leads, lag)
         found = self._cache.get(known)
         if found is None:
@@ -193,10 +204,16 @@ class Estimator(Positions):
         waiting = 0
         for region in sorted(details.updates, reverse=True):
             size = details.updates[region].chunk_bytes
-            position = self.begins(self.problem.backward_slot(region))
-            planned[position] += max(waiting, (slots - 1) * size)
-            planned[position + 1] += slots * size
+            last = self.problem.update_slot(region)
+            for position in range(self.begins(self._first_of_updates(region)), self.begins(last) + 1):
+                planned[position] += max(waiting, (slots - 1) * size)
+            planned[self.ends(last)] += slots * size
             waiting = (slots - 1) * size
+
+    def _first_of_updates(self, region: int) -> int:
+        """The slot from which chunks may be on their way to a region's updates."""
+        vertical = self.problem.micro_batch_order == VERTICAL
+        return self.problem.backward_slot(region) if vertical else self.problem.update_slot(region)
 
     def _dynamic(self, choice: Choice) -> list[int]:
         change, work = list(self._base), [0] * self.positions
@@ -204,7 +221,8 @@ class Estimator(Positions):
             self._apply(change, self._value_change(name, choice, moves=False), -1)
             self._apply(change, self._value_change(name, choice, moves=True), 1)
         for region in self.problem.regions:
-            how, back = choice.activations[region.index], self.problem.backward_slot(region.index)
+            how = choice.activations[region.index]
+            back = self.problem.distance_of(region.index, forward=False)
             known = ("region", region.index, how)
             if how == "move":
                 known = (*known, choice.prefetch[region.index], choice.prefetch[back])
@@ -212,11 +230,12 @@ class Estimator(Positions):
                 self._cache[known] = self._region_change(region, choice)
             ends, forward_work, backward_work = self._cache[known]  # type: ignore[misc]
             self._apply(change, ends, 1)
-            work[region.index] = forward_work
-            work[self.begins(self.problem.backward_slot(region.index))] = backward_work
+            for batch in self._batches:
+                work[self.begins(self.problem.forward_slot(region.index, batch))] = forward_work
+                work[self.begins(self.problem.backward_slot(region.index, batch))] = backward_work
         self._add_gradients(change, choice)
         updating = choice.chunk_elements * self.problem.optimizer.workspace_bytes_per_element
-        for position in range(self.count + 1, self.positions, 2):
+        for position in self.updates:
             work[position] = updating
         work[-1] = updating
         held = list(map(add, accumulate(change[:-1]), work))
@@ -238,17 +257,20 @@ class Estimator(Positions):
         return tuple(change)
 
     def _value_change(self, name: str, choice: Choice, *, moves: bool) -> Change:
-        slots, size = self._value_slots[name], self.problem.values[name].bytes
-        lag = choice.prefetch[slots[0]]
-        stays = [Window(0, slots[0], slots[-1])]
-        if moves:
-            stays = self._windows(("value", name), slots, choice, lag)
-        return self._stay_change(stays, size, lag)
+        size, change = self.problem.values[name].bytes, []
+        for batch in self._batches:
+            slots = self._value_slots[name, batch]
+            lag = choice.prefetch[self.problem.values[name].producer]
+            stays = [Window(0, slots[0], slots[-1])]
+            if moves:
+                stays = self._windows(("value", name, batch), slots, choice, lag)
+            change += self._stay_change(stays, size, lag)
+        return tuple(change)
 
     def _region_change(self, region: PlannedRegion, choice: Choice) -> tuple[Change, int, int]:
         """Saved activations; workspace forward and backward."""
-        cost, back = region.cost, self.problem.backward_slot(region.index)
-        how, lag = choice.activations[region.index], choice.prefetch[region.index]
+        cost = region.cost
+        how = choice.activations[region.index]
         made = sum(self.problem.values[name].bytes for name in region.outputs)
         forward = max(0, cost.dropped_forward_peak_bytes - made)
         if not region.backward:
@@ -257,12 +279,16 @@ class Estimator(Positions):
             forward = max(0, cost.forward_peak_bytes - made - cost.saved_bytes)
         new = self._new_gradients[region.index]
         again = cost.forward_peak_bytes - cost.saved_bytes - new if how == "recompute" else 0
-        first = back if how == "recompute" else region.index
-        stays = [Window(0, first, back)]
+        change = [item for batch in self._batches for item in self._saved_change(region, choice, batch)]
+        return tuple(change), forward, max(0, cost.backward_peak_bytes - new, again)
+
+    def _saved_change(self, region: PlannedRegion, choice: Choice, batch: int) -> Change:
+        uses = saved_uses(self.problem, region.index, batch)
+        how, lag = choice.activations[region.index], choice.prefetch[region.index]
+        stays = [Window(0, uses[1] if how == "recompute" else uses[0], uses[1])]
         if how == "move":
-            stays = self._windows(("saved", region.index), [region.index, back], choice, lag)
-        change = self._stay_change(stays, cost.saved_bytes, lag)
-        return change, forward, max(0, cost.backward_peak_bytes - new, again)
+            stays = self._windows(("saved", region.index, batch), uses, choice, lag)
+        return self._stay_change(stays, region.cost.saved_bytes, lag)
 
     def _change_of_fixed(self) -> list[int]:
         """Batch, buffers, values that stay, gradients of values; fills in what each backward makes."""
@@ -271,17 +297,22 @@ class Estimator(Positions):
         change[0] += sum(item.bytes for item in problem.persistent.values())
         for value in problem.values.values():
             if value.producer < 0:
-                change[0] += value.bytes
+                change[0] += value.bytes * problem.micro_batches
                 continue
-            slots = self._value_slots[value.name]
-            self._apply(change, self._stay_change([Window(0, slots[0], slots[-1])], value.bytes, 0), 1)
+            for batch in self._batches:
+                slots = self._value_slots[value.name, batch]
+                self._apply(change, self._stay_change([Window(0, slots[0], slots[-1])], value.bytes, 0), 1)
+                if value.receives_gradient:
+                    maker = problem.backward_slot(max(value.backward_consumers), batch)
+                    change[self.begins(maker)] += value.bytes
+                    change[self.begins(problem.backward_slot(value.producer, batch)) + 1] -= value.bytes
             if value.receives_gradient:
-                maker = max(value.backward_consumers)
-                change[self.begins(problem.backward_slot(maker))] += value.bytes
-                change[self.begins(problem.backward_slot(value.producer)) + 1] -= value.bytes
-                self._new_gradients[maker] += value.bytes
+                self._new_gradients[max(value.backward_consumers)] += value.bytes
         for parameter in problem.updated:
-            self._new_gradients[max(parameter.gradient_regions)] += parameter.bytes
+            # with several micro-batches, a gradient is new in the first one's backward only, and all
+            # count the same workspace: the sum stands in the others while the addend is made
+            if problem.micro_batches == 1:
+                self._new_gradients[max(parameter.gradient_regions)] += parameter.bytes
         return change
 
     def _add_gradients(self, change: list[int], choice: Choice) -> None:
@@ -297,7 +328,7 @@ class Estimator(Positions):
         change = [0] * (self.positions + 1)
         for parameter in self.problem.updated:
             region = parameter.update_region
-            slot = self.problem.backward_slot(region)
+            slot = self.problem.update_slot(region)
             last = {
                 "consume": self.ends(slot),
                 "keep": self.positions - 1,
@@ -306,7 +337,17 @@ class Estimator(Positions):
             made = self.problem.backward_slot(max(parameter.gradient_regions))
             change[self.begins(made)] += parameter.bytes
             change[last + 1] -= parameter.bytes
+            self._apply(change, self._partial_gradients(parameter), 1)
         return change
+
+    def _partial_gradients(self, parameter: PlannedParameter) -> Change:
+        """Gradients of single micro-batches that are complete only after several regions."""
+        first, last = max(parameter.gradient_regions), min(parameter.gradient_regions)
+        change: list[tuple[int, int]] = []
+        for batch in self._batches[1:] if first != last else ():
+            change.append((self.begins(self.problem.backward_slot(first, batch)), parameter.bytes))
+            change.append((self.begins(self.problem.backward_slot(last, batch)) + 1, -parameter.bytes))
+        return tuple(change)
 
     # time
 
@@ -326,17 +367,19 @@ class Estimator(Positions):
             if details.streamed[index]
             for stays in (self._windows(("weight", index), list(group.slots), choice, 0),)
         ]
+        for batch in self._batches:
+            transfers += self._transfers_of_activations(choice, batch, near)
+        return step_ns(self.problem, choice, transfers, details.updates)
+
+    def _transfers_of_activations(self, choice: Choice, batch: int, near: str) -> Iterator[Transfer]:
         for name in choice.values:
-            slots = self._value_slots[name]
-            lag = choice.prefetch[slots[0]]
-            stays = self._windows(("value", name), slots, choice, lag)
-            size = self.problem.values[name].bytes
-            transfers.append(Transfer(size, 1, tuple(stays), slots[0], lag, near))
+            slots = self._value_slots[name, batch]
+            lag = choice.prefetch[self.problem.values[name].producer]
+            stays = self._windows(("value", name, batch), slots, choice, lag)
+            yield Transfer(self.problem.values[name].bytes, 1, tuple(stays), slots[0], lag, near)
         for region in self.problem.regions:
             if region.backward and choice.activations[region.index] == "move":
-                slots = [region.index, self.problem.backward_slot(region.index)]
+                slots = saved_uses(self.problem, region.index, batch)
                 lag = choice.prefetch[region.index]
-                stays = self._windows(("saved", region.index), slots, choice, lag)
-                saved_bytes = region.cost.saved_bytes
-                transfers.append(Transfer(saved_bytes, 1, tuple(stays), region.index, lag, near))
-        return step_ns(self.problem, choice, transfers, details.updates)
+                stays = self._windows(("saved", region.index, batch), slots, choice, lag)
+                yield Transfer(region.cost.saved_bytes, 1, tuple(stays), slots[0], lag, near)

@@ -24,7 +24,7 @@ _RANK = {"weight": 0, "saved": 1, "value": 2, "gradient": 3, "master": 4, "state
 class Tenant:
     """A tensor that needs a home. bytes: of its extent; moved_bytes: in a step, both ways."""
 
-    key: tuple[str, str, str]  # role, owner, state
+    key: tuple[str, str, str]  # role, owner, state or micro-batch
     bytes: int
     moved_bytes: int
 
@@ -98,7 +98,7 @@ def give_homes(
 
 
 def _key(buffer: Buffer) -> tuple[str, str, str]:
-    return (buffer.role, buffer.owner, buffer.state)
+    return (buffer.role, buffer.owner, buffer.state or f"{buffer.micro_batch or ''}")
 
 
 def _first_extents(buffers: Iterable[Buffer]) -> dict[tuple[str, str, str], int]:

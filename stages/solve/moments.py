@@ -37,8 +37,10 @@ class Positions:
         """The last position of a slot: its update, where it has one. Slots after the last are the last."""
         return self._ends[min(slot, len(self._ends) - 1)]
 
-    def region_of(self, slot: int) -> int:
-        return self._turns[slot].region
+    def distance_of(self, slot: int) -> int:
+        """Which of `Problem.distances` says how early the fetches for a slot may start."""
+        turn = self._turns[slot]
+        return turn.region if turn.forward else 2 * self.count - 1 - turn.region
 
 
 @dataclass(frozen=True)

@@ -115,21 +115,22 @@ def step_ns(
     problem: Problem, choice: Choice, transfers: Iterable[Transfer], updates: dict[int, UpdateCost]
 ) -> float:
     """Runs the lanes slot by slot."""
-    count, slots = len(problem.regions), problem.slots
+    slots = problem.slots
     fetches, stores = _queues(problem, choice, transfers)
     ready, deadline = [0.0] * slots, [0.0] * (slots + 1)
     compute = read = write = 0.0
-    for slot in range(slots):
-        index = slot if slot < count else slots - 1 - slot
+    for slot, turn in enumerate(problem.turns):
+        index = turn.region
         compute = max(compute, deadline[slot])
         for use, duration in fetches[slot]:
             read = max(read, compute) + duration
             ready[use] = read
-        compute = max(compute, ready[slot]) + _compute_ns(problem, choice, index, forward=slot < count)
+        compute = max(compute, ready[slot]) + _compute_ns(problem, choice, index, forward=turn.forward)
         for until, duration in stores[slot]:
             write = max(write, compute) + duration
             deadline[min(until, slots)] = write
-        if slot >= count and choice.gradients == "consume" and index in updates:
+        completes = not turn.forward and turn.micro_batch == problem.last_micro_batch
+        if completes and choice.gradients == "consume" and index in updates:
             compute, read, write = _pipeline(updates[index], choice.chunk_slots, compute, read, write)
     end = max(compute, read, write)
     if choice.gradients != "consume":
@@ -174,7 +175,7 @@ def _queues(problem: Problem, choice: Choice, transfers: Iterable[Transfer]) -> 
 
 def _store_gradients(problem: Problem, choice: Choice, stores: Queues) -> None:
     for parameter in problem.updated:
-        slot = problem.backward_slot(parameter.update_region)
+        slot = problem.update_slot(parameter.update_region)
         duration = transfer_ns(problem.write, parameter.bytes, 1, contended=False)
         stores[slot].append((slot + 1 + choice.prefetch[parameter.update_region], duration))
 

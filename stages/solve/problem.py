@@ -209,6 +209,16 @@ class Problem:
     def last_micro_batch(self) -> int:
         return self.micro_batches - 1
 
+    @property
+    def distances(self) -> int:
+        """Prefetch distances that may be chosen: of each region forward, then of each backward, in
+        the order of their turns."""
+        return 2 * len(self.regions)
+
+    def distance_of(self, region: int, *, forward: bool) -> int:
+        """Which of the distances is that of a region's turns in one direction."""
+        return region if forward else self.distances - 1 - region
+
     def lead_slots(self, regions: int) -> int:
         """Slots in which that many regions have their turns with all micro-batches that pass together."""
         return regions * (self.micro_batches if self.micro_batch_order == VERTICAL else 1)

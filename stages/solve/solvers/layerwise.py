@@ -46,7 +46,7 @@ def _ladder(task: Task, frugal: Choice) -> Iterator[Choice]:
             ]
             choice.values = frozenset()
             choice.gradients = "keep" if problem.defers_update and activations == "keep" else frugal.gradients
-            choice.prefetch = [prefetch] * problem.slots
+            choice.prefetch = [prefetch] * problem.distances
             choice.chunk_slots = slots
             choice.chunk_elements = max(chunk, frugal.chunk_elements)
             yield choice if chunk else with_frugal_chunks(task.estimator, choice)
