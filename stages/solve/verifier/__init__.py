@@ -9,6 +9,7 @@ from __future__ import annotations
 from stages.artifacts.costs import Costs
 from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Phase, Plan
+from stages.artifacts.slicing import LOSSES, costs_of_slice, graph_of_slice
 from stages.solve.errors import PlanError
 from stages.solve.verifier.content import check_content
 from stages.solve.verifier.disk import check_homes, check_host
@@ -31,6 +32,7 @@ def verify(
     Raises:
         PlanError: It does not; names phase and instruction.
     """
+    graph, costs = _of_slice(plan, graph, costs)
     names = [phase.name for phase in plan.phases]
     if names not in (["step"], ["step", "evaluate"], ["step", "update"], ["step", "update", "evaluate"]):
         raise PlanError(f"phases are {', '.join(names)}; expected step, then update or evaluate")
@@ -49,6 +51,28 @@ def verify(
         check_evaluation(plan, *evaluation)
     check_budgets(plan, orders, costs, disk_budget_bytes)
     check_host(plan, costs, host_budget_bytes)
+
+
+def _of_slice(plan: Plan, graph: RegionGraph, costs: Costs) -> tuple[RegionGraph, Costs]:
+    """Graph and costs of one micro-batch, and whether the batch may be cut at all."""
+    count = plan.placement.micro_batches
+    if count < 1:
+        raise PlanError(f"the plan has {count} micro-batches")
+    if count == 1:
+        return graph, costs_of_slice(costs, 1)
+    mutated = [name for region in graph.regions for name in region.mutates]
+    if mutated:
+        raise PlanError(f"{count} micro-batches would each change {mutated[0]}, which a batch changes once")
+    if plan.loss not in LOSSES or plan.loss != costs.loss:
+        raise PlanError(
+            f"the plan adds up the losses of micro-batches as {plan.loss or 'nothing'}; the costs say "
+            f"{costs.loss or 'that they cannot be added up'}"
+        )
+    for buffer in plan.buffers:
+        allowed = count if buffer.role in ("value", "value_gradient", "saved", "gradient") else 1
+        if not 0 <= buffer.micro_batch < allowed:
+            raise PlanError(f"buffer {buffer.id} is of micro-batch {buffer.micro_batch}, which does not exist")
+    return graph_of_slice(graph, count), costs_of_slice(costs, count)
 
 
 def _check_borders(plan: Plan) -> None:

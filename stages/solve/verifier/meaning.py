@@ -49,7 +49,8 @@ def check_evaluation(plan: Plan, graph: RegionGraph, costs: Costs) -> None:
             raise PlanError("phase evaluate does not run every region once, in order")
         for item in runs:
             needed = facts.inputs_of(item.region)
-            made = {("value", name) for name in graph.regions[item.region].outputs}
+            needed = {(role, owner, 0) for role, owner in needed}
+            made = {("value", name, 0) for name in graph.regions[item.region].outputs}
             _require(plan, phase, item, "reads", needed)
             _require(plan, phase, item, "writes", made)
             cost = facts.cost_of(item.region).dropped_forward_peak_bytes
@@ -64,22 +65,25 @@ def _compute(phase: Phase, allowed: tuple[str, ...]) -> list[Instruction]:
     return found
 
 
-def key_of(buffer: Buffer) -> tuple[str, str]:
-    return buffer.role, buffer.owner
+#: role, owner and micro-batch of a buffer
+Key = tuple[str, str, int]
 
 
-def _require(
-    plan: Plan, phase: Phase, item: Instruction, direction: str, needed: Iterable[tuple[str, str]]
-) -> None:
+def key_of(buffer: Buffer) -> Key:
+    return buffer.role, buffer.owner, buffer.micro_batch
+
+
+def _require(plan: Plan, phase: Phase, item: Instruction, direction: str, needed: Iterable[Key]) -> None:
     """Whole buffers that an instruction must read or write."""
     accesses = item.reads if direction == "reads" else item.writes
     whole = {key_of(plan.buffers[access.buffer]) for access in accesses if not _is_piece(plan, access.buffer)}
     missing = sorted(set(needed) - whole)
     if missing:
-        role, owner = missing[0]
+        role, owner, batch = missing[0]
+        whose = f" (micro-batch {batch})" if batch else ""
         raise PlanError(
             f"phase {phase.name}, instruction {item.id} ({item.operation} of region {item.region}): "
-            f"it lacks {role} of {owner} among its {direction}"
+            f"it lacks {role} of {owner}{whose} among its {direction}"
         )
 
 
@@ -97,7 +101,7 @@ def whole_weight(plan: Plan, owner: str) -> int:
 
 
 def _require_memory(
-    plan: Plan, phase: Phase, item: Instruction, made: set[tuple[str, str]], peak_bytes: int
+    plan: Plan, phase: Phase, item: Instruction, made: set[Key], peak_bytes: int
 ) -> None:
     """Workspace and what is newly made must cover the measured peak."""
     held = item.workspace_bytes + sum(
@@ -113,26 +117,19 @@ def _require_memory(
 
 
 class _Step:
-    """Walks the compute lane of phase "step"."""
+    """Walks the compute lane of phase "step". Turns are (region, micro-batch)."""
 
     def __init__(self, plan: Plan, phase: Phase, facts: GraphFacts, updates: UpdateCheck) -> None:
         self._plan, self._phase, self._facts, self._updates = plan, phase, facts, updates
-        self._modes: dict[int, str] = {}
-        self._recomputed: set[int] = set()
-        self._done: list[int] = []
-        self._sent: dict[str, int] = defaultdict(int)
+        self._modes: dict[tuple[int, int], str] = {}
+        self._recomputed: set[tuple[int, int]] = set()
+        self._begun: set[int] = set()  # micro-batches that have gone backward
+        self._sent: dict[Key, int] = defaultdict(int)
 
     def check(self) -> None:
-        regions = self._facts.graph.regions
         allowed = ("forward", "recompute", "backward", "update", "free")
         lane = _compute(self._phase, allowed)
-        forwards = [item.region for item in lane if item.operation == "forward"]
-        if forwards != list(range(len(regions))):
-            raise PlanError("phase step does not run forward of every region once, in order")
-        expected = [index for index in reversed(range(len(regions))) if self._facts.has_backward[index]]
-        backwards = [item.region for item in lane if item.operation == "backward"]
-        if backwards != expected:
-            raise PlanError(f"phase step runs backward of regions {backwards}; expected {expected}")
+        self._check_turns(lane)
         for item in lane:
             if item.operation == "forward":
                 self._forward(item)
@@ -143,57 +140,112 @@ class _Step:
             elif item.operation == "update":
                 self._updates.take(self._phase, item)
 
+    def _check_turns(self, lane: list[Instruction]) -> None:
+        """Each micro-batch goes through all regions and back, once; each region takes the
+        micro-batches backward in their order, in which their gradients are added."""
+        regions = range(len(self._facts.graph.regions))
+        ways = {"forward": list(regions), "backward": [i for i in reversed(regions) if self._goes_back(i)]}
+        for way, expected in ways.items():
+            items = [item for item in lane if item.operation == way]
+            for batch in range(self._plan.placement.micro_batches):
+                found = [item.region for item in items if item.micro_batch == batch]
+                if found != expected:
+                    raise PlanError(
+                        f"phase step runs {way} of regions {found} with micro-batch {batch}; "
+                        f"expected {expected}, each once"
+                    )
+            if len(items) != len(expected) * self._plan.placement.micro_batches:
+                raise PlanError(f"phase step runs {way} with a micro-batch that does not exist")
+        for index in ways["backward"]:
+            order = [item.micro_batch for item in lane if (item.operation, item.region) == ("backward", index)]
+            if order != sorted(order):
+                raise PlanError(f"phase step adds gradients of region {index} in the order {order}")
+
+    def _goes_back(self, region: int) -> bool:
+        return self._facts.has_backward[region]
+
     def _fail(self, item: Instruction, why: str) -> None:
         raise PlanError(
             f"phase step, instruction {item.id} ({item.operation} of region {item.region}): {why}"
         )
 
+    def _own(self, item: Instruction, names: Iterable[tuple[str, str]]) -> set[Key]:
+        """Buffers of the instruction's micro-batch; weights and the batch are there once for all."""
+        return {
+            (role, owner, 0 if self._facts.is_shared(role, owner) else item.micro_batch)
+            for role, owner in names
+        }
+
     def _forward(self, item: Instruction) -> None:
-        region = self._facts.graph.regions[item.region]
-        if self._done:
+        region, turn = self._facts.graph.regions[item.region], (item.region, item.micro_batch)
+        if item.micro_batch in self._begun:
             self._fail(item, "a backward has run before it")
         if item.mode not in ("keep", "drop"):
             self._fail(item, f"mode {item.mode!r} is neither keep nor drop")
         if region.checkpoint >= 0 and item.mode == "keep":
             self._fail(item, "a checkpoint block must be recomputed")
-        self._modes[item.region] = item.mode
+        self._modes[turn] = item.mode
         cost = self._facts.cost_of(item.region)
-        made = {("value", name) for name in region.outputs}
+        made = self._own(item, {("value", name) for name in region.outputs})
         peak = cost.dropped_forward_peak_bytes
         if item.mode == "keep":
-            made.add(("saved", region.name))
+            made |= self._own(item, [("saved", region.name)])
             peak = cost.forward_peak_bytes
-        _require(self._plan, self._phase, item, "reads", self._facts.inputs_of(item.region))
+        needed = self._own(item, self._facts.inputs_of(item.region))
+        _require(self._plan, self._phase, item, "reads", needed)
         _require(self._plan, self._phase, item, "writes", made)
         _require_memory(self._plan, self._phase, item, made, peak)
 
     def _recompute(self, item: Instruction) -> None:
         region, cost = self._facts.graph.regions[item.region], self._facts.cost_of(item.region)
-        if self._modes.get(item.region) != "drop" or item.region in self._recomputed:
+        turn = (item.region, item.micro_batch)
+        if self._modes.get(turn) != "drop" or turn in self._recomputed:
             self._fail(item, "its activations have not been dropped")
-        self._recomputed.add(item.region)
-        made = {("saved", region.name)}
-        _require(self._plan, self._phase, item, "reads", self._facts.inputs_of(item.region, moved_only=True))
+        self._recomputed.add(turn)
+        made = self._own(item, [("saved", region.name)])
+        needed = self._own(item, self._facts.inputs_of(item.region, moved_only=True))
+        _require(self._plan, self._phase, item, "reads", needed)
         _require(self._plan, self._phase, item, "writes", made)
         _require_memory(self._plan, self._phase, item, made, cost.forward_peak_bytes)
 
     def _backward(self, item: Instruction) -> None:
         facts, region = self._facts, self._facts.graph.regions[item.region]
-        if self._modes[item.region] == "drop" and item.region not in self._recomputed:
+        turn = (item.region, item.micro_batch)
+        if self._modes.get(turn) is None:
+            self._fail(item, "its forward has not run")
+        if self._modes[turn] == "drop" and turn not in self._recomputed:
             self._fail(item, "its activations have been dropped and not been recomputed")
-        gradients = {("gradient", name) for name in region.gradients}
-        sent = {("value_gradient", name) for name in facts.gradient_inputs(item.region)}
+        self._begun.add(item.micro_batch)
+        gradients, completed = self._gradients(item, region.gradients)
+        sent = self._own(item, {("value_gradient", name) for name in facts.gradient_inputs(item.region)})
         received = {("value_gradient", name) for name in region.outputs if name in facts.reached}
-        summed = {key for key in gradients | sent if self._sent[f"{key[0]} {key[1]}"]}
-        needed = facts.inputs_of(item.region, moved_only=True) | {("saved", region.name)}
-        _require(self._plan, self._phase, item, "reads", needed | received | summed)
+        summed = {key for key in gradients | sent if self._sent[key]}
+        needed = facts.inputs_of(item.region, moved_only=True) | {("saved", region.name)} | received
+        needed_keys = self._own(item, needed) | summed | completed
+        _require(self._plan, self._phase, item, "reads", needed_keys)
         _require(self._plan, self._phase, item, "writes", gradients | sent)
         made = (gradients | sent) - summed
         peak = facts.cost_of(item.region).backward_peak_bytes
         _require_memory(self._plan, self._phase, item, made, peak)
-        for role, owner in gradients | sent:
-            self._sent[f"{role} {owner}"] += 1
+        for key in gradients | sent:
+            self._sent[key] += 1
         for name in region.gradients:
             self._updates.gradients_sent[name] += 1
-        self._done.append(item.region)
-        self._updates.backward_done.add(item.region)
+        self._updates.backward_done.add(turn)
+
+    def _gradients(self, item: Instruction, names: Iterable[str]) -> tuple[set[Key], set[Key]]:
+        """Gradient buffers that a backward writes, and those of its micro-batch that it adds to the sum.
+
+        What several regions send to a parameter is added up per micro-batch first.
+        """
+        written, completed = set(), set()
+        for name in names:
+            senders = self._facts.gradient_senders[name]
+            alone = ("gradient", name, item.micro_batch)
+            if len(senders) == 1 or item.region == senders[0] or item.micro_batch == 0:
+                written.add(("gradient", name, 0))
+                if len(senders) > 1 and item.micro_batch:
+                    completed.add(alone)
+            else:
+                written.add(alone)
+        return written, completed

@@ -19,6 +19,7 @@ class GraphFacts:
 
     has_backward: by region. reached: values that get a gradient which a backward reads.
     update_after: parameter -> regions whose backward must be done before it is updated.
+    gradient_senders: parameter -> regions whose backward sends it a gradient, ascending.
     """
 
     def __init__(self, graph: RegionGraph, costs: Costs) -> None:
@@ -43,11 +44,11 @@ class GraphFacts:
             if self._sends_back(name)
         }
         self.update_after: dict[str, set[int]] = {}
-        self.gradient_counts: dict[str, int] = {}
+        self.gradient_senders: dict[str, list[int]] = {}
         for name in self.parameters:
             senders = [i for i, region in enumerate(graph.regions) if self._sends(i, name)]
             readers = {i for i, region in enumerate(graph.regions) if name in region.parameters}
-            self.gradient_counts[name] = len(senders)
+            self.gradient_senders[name] = senders
             self.update_after[name] = {i for i in {*readers, *senders} if self.has_backward[i]}
 
     def _sends(self, region: int, name: str) -> bool:
@@ -56,6 +57,12 @@ class GraphFacts:
     def _sends_back(self, name: str) -> bool:
         value = self.values[name]
         return value.requires_grad and value.producer >= 0 and self.has_backward[value.producer]
+
+    def is_shared(self, role: str, owner: str) -> bool:
+        """Whether a buffer is the same for all micro-batches: weights, and the batch they are cut from."""
+        if role in ("value", "value_gradient"):
+            return self.values[owner].producer < 0
+        return role != "saved"
 
     def cost_of(self, region: int) -> RegionCost:
         return self._costs[self.graph.regions[region].kind]

@@ -22,17 +22,20 @@ class UpdateCheck:
         self._plan, self._facts = plan, facts
         self._spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self.gradients_sent: dict[str, int] = defaultdict(int)
-        self.backward_done: set[int] = set()
+        #: (region, micro-batch)
+        self.backward_done: set[tuple[int, int]] = set()
 
     def take(self, phase: Phase, item: Instruction) -> None:
         """Checks one update: complete gradient, all state, master and weight of its elements."""
         name = item.parameter
         where = f"phase {phase.name}, instruction {item.id} (update of {name})"
-        if not self._facts.gradient_counts.get(name):
+        micro_batches = self._plan.placement.micro_batches
+        if not self._facts.gradient_senders.get(name):
             raise PlanError(f"{where}: no gradient reaches it")
-        if self.gradients_sent[name] != self._facts.gradient_counts[name]:
+        if self.gradients_sent[name] != len(self._facts.gradient_senders[name]) * micro_batches:
             raise PlanError(f"{where}: its gradient is not complete")
-        if not self._facts.update_after[name] <= self.backward_done:
+        turns = {(region, batch) for region in self._facts.update_after[name] for batch in range(micro_batches)}
+        if not turns <= self.backward_done:
             raise PlanError(f"{where}: a backward still reads it")
         if self._plan.precision == "fp16" and phase.name != "update":
             raise PlanError(f"{where}: under fp16 the overflow check comes first")
@@ -86,12 +89,12 @@ class UpdateCheck:
 
     def finish(self) -> None:
         """Every element of what received a gradient has been updated once."""
-        for name, count in self._facts.gradient_counts.items():
+        for name, senders in self._facts.gradient_senders.items():
             reached = 0
             for start, end in sorted(self._spans.get(name, [])):
                 if start != reached:
                     problem = "twice" if start < reached else "never"
                     raise PlanError(f"elements around {min(start, reached)} of {name} are updated {problem}")
                 reached = end
-            if count and reached != self._facts.elements(name):
+            if senders and reached != self._facts.elements(name):
                 raise PlanError(f"elements of {name} from {reached} on are never updated")
