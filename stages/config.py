@@ -251,7 +251,9 @@ class RunConfig:
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
         micro_batches, auto = self.train.micro_batches, self.solver.micro_batches == "auto"
         fits = micro_batches <= self.data.batch_size
-        _require(fits, "train.micro_batches", micro_batches, f"at most data.batch_size={self.data.batch_size}")
+        _require(
+            fits, "train.micro_batches", micro_batches, f"at most data.batch_size={self.data.batch_size}"
+        )
         _require(not auto or micro_batches == 1, "train.micro_batches", micro_batches, _LEFT_OUT)
         # torch.manual_seed takes this range; NumPy's generators refuse negative seeds
         _require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")

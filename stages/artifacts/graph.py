@@ -85,6 +85,14 @@ class Autocast(Struct, frozen=True):
     dtype: str
 
 
+class TensorSpec(Struct, frozen=True):
+    """Shape, strides (both in elements, possibly symbolic) and dtype of a tensor."""
+
+    shape: list[Size]
+    stride: list[Size]
+    dtype: str
+
+
 class Node(Struct, frozen=True):
     """One operation. `name` is unique in the graph; a node with several results returns a tuple
     that `getitem` nodes take apart."""
@@ -96,17 +104,11 @@ class Node(Struct, frozen=True):
     no_grad: bool = False  # traced under torch.no_grad()
     autocast: Autocast | None = None
     random: bool = False  # draws from the default generator
+    #: where it does: what the tensors that it takes look like, each name once, in order
+    drawn: list[TensorSpec] = []
     module: str = ""  # "transformer.h.0.attn"
     location: str = ""  # "modeling_gpt2.py:123"
     checkpoint: list[Integer] = []  # ids of the user's checkpoint blocks around it, outermost first
-
-
-class TensorSpec(Struct, frozen=True):
-    """Shape, strides (both in elements, possibly symbolic) and dtype of a tensor."""
-
-    shape: list[Size]
-    stride: list[Size]
-    dtype: str
 
 
 class Symbol(Struct, frozen=True):
@@ -270,9 +272,13 @@ def element_count(spec: TensorSpec, symbols: dict[str, int]) -> int:
 
 def storage_bytes(spec: TensorSpec, symbols: dict[str, int]) -> int:
     """Bytes that the tensor spans in its storage (elements between the first and the last)."""
+    return storage_elements(spec, symbols) * BYTES_PER_ELEMENT[spec.dtype]
+
+
+def storage_elements(spec: TensorSpec, symbols: dict[str, int]) -> int:
+    """Elements between the first and the last, both included."""
     shape = [evaluate_size(size, symbols) for size in spec.shape]
     stride = [evaluate_size(size, symbols) for size in spec.stride]
     if 0 in shape:
         return 0
-    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return span * BYTES_PER_ELEMENT[spec.dtype]
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

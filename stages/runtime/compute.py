@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 import torch
 
 from stages.artifacts import graph as g
+from stages.artifacts.errors import StageError
 from stages.artifacts.plan import Buffer, Instruction, Phase
 from stages.optim.kernel import UpdateKernel
 from stages.optim.norms import PIECE_ELEMENTS, gradient_norm
 from stages.region import autograd
 from stages.region.interpreter import RegionFunction
 from stages.region.sums import add_gradient, summed_in_engine
-from stages.runtime.state import StepState, TrainingState, flat, in_order_of, integers, numel
+from stages.runtime.state import (
+    MicroBatch,
+    MicroState,
+    StepState,
+    TrainingState,
+    flat,
+    in_order_of,
+    integers,
+    numel,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,17 @@ class StepSettings:
 
     learning_rate: float
     loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Completes:
+    """Parameters whose gradient a backward makes complete: for its micro-batch, for the step."""
+
+    of_micro_batch: tuple[str, ...] = ()
+    of_step: tuple[str, ...] = ()
+
+
+COMPLETES_NOTHING = Completes()
 
 
 class Compute:
@@ -55,31 +78,35 @@ class Compute:
         self._region_index = {region.name: index for index, region in enumerate(graph.regions)}
         self._seeded_somewhere = frozenset[str]().union(*self._seeded)
         self.step = StepState()
-        self.sizes: dict[str, int] = {}
         self.settings = StepSettings(learning_rate=0.0)
 
-    def begin(self, batch: dict[str, torch.Tensor], sizes: dict[str, int], settings: StepSettings) -> None:
-        self.step = StepState(values=dict(batch))
-        self.sizes = sizes
+    def begin(self, batches: Sequence[MicroBatch], settings: StepSettings) -> None:
+        self.step = StepState([MicroState(batch, dict(batch.inputs)) for batch in batches])
         self.settings = settings
 
     def end(self) -> None:
         """Lets go of everything that the step held."""
         self.step = StepState()
 
-    def perform(self, instruction: Instruction, completes: tuple[str, ...] = ()) -> None:
+    def perform(self, instruction: Instruction, completes: Completes = COMPLETES_NOTHING) -> None:
         """Runs one instruction.
 
         Args:
-            completes: Parameters whose gradient is complete once this backward has run.
+            completes: Gradients that are complete once this backward has run.
         """
+        empty = bool(self.step.micro) and self.step.micro[instruction.micro_batch].batch.empty
         match instruction.operation:
+            case "forward" | "recompute" if empty:
+                pass
             case "forward":
                 self._forward(instruction)
             case "recompute":
                 self._recompute(instruction)
             case "backward":
-                self._backward(instruction, completes)
+                if not empty:
+                    self._backward(instruction, completes.of_micro_batch)
+                for name in completes.of_step:
+                    self._check(name)
             case "update":
                 self._update(instruction)
             case "evaluate":
@@ -98,7 +125,7 @@ class Compute:
 
     # forward and backward
 
-    def lookup(self, name: str) -> torch.Tensor:
+    def lookup(self, name: str, micro_batch: int = 0) -> torch.Tensor:
         """The present tensor of a weight, buffer or value."""
         if name in self._constants:
             return self._constants[name]
@@ -106,103 +133,146 @@ class Compute:
             return self._state.weights[name]
         if name in self._state.persistent:
             return self._state.persistent[name]
-        return self.step.values[name]
+        return self.step.micro[micro_batch].values[name]
 
-    def _tensors(self, region: g.Region) -> dict[str, torch.Tensor]:
-        return {name: self.lookup(name) for name in (*region.inputs, *region.parameters)}
+    def _tensors(self, region: g.Region, micro_batch: int) -> dict[str, torch.Tensor]:
+        return {name: self.lookup(name, micro_batch) for name in (*region.inputs, *region.parameters)}
 
     def _gradients_of(self, region: g.Region) -> frozenset[str]:
         values = {name for name in region.inputs if name in self._value_requires_grad}
         return frozenset(values | set(region.gradients))
 
     def _forward(self, instruction: Instruction) -> None:
-        region = self._graph.regions[instruction.region]
+        region, micro = self._graph.regions[instruction.region], self._micro(instruction)
         keep = instruction.mode == "keep"
         if not keep:
-            if region.random:
-                self.step.rng[instruction.region] = torch.get_rng_state()
-            self.step.buffers_before[instruction.region] = {
+            micro.buffers_before[instruction.region] = {
                 name: self._state.persistent[name].clone() for name in region.mutates
             }
-        outputs, tape = self._run(instruction.region, self._tensors(region), keep=keep)
+        with self._drawing(instruction):
+            if region.random and not keep:
+                micro.rng[instruction.region] = torch.get_rng_state()
+            tensors = self._tensors(region, instruction.micro_batch)
+            outputs, tape = self._run(instruction, tensors, keep=keep)
         if keep:
-            self.step.tapes[instruction.region] = tape
+            micro.tapes[instruction.region] = tape
         self._take_outputs(instruction, outputs)
 
+    def _micro(self, instruction: Instruction) -> MicroState:
+        return self.step.micro[instruction.micro_batch]
+
+    @contextmanager
+    def _drawing(self, instruction: Instruction) -> Iterator[None]:
+        """Gives a forward the random numbers of its turn in a plain loop, which takes one micro-batch
+        after another. Where the program's order is that one, they are the next ones anyway."""
+        draws = self.step.draws.get((instruction.micro_batch, instruction.region))
+        if draws is None:
+            yield
+            return
+        now = torch.get_rng_state()
+        torch.set_rng_state(draws.before)
+        try:
+            yield
+            if not torch.equal(torch.get_rng_state(), draws.after):
+                name = self._graph.regions[instruction.region].name
+                raise StageError(
+                    f"region {name} drew other random numbers than its operators do on tensors of these "
+                    f"sizes; with micro-batches its masks would not be those of a plain loop. Use "
+                    f"train.micro_batches=1",
+                    key="train.micro_batches",
+                )
+        finally:
+            torch.set_rng_state(now)
+
     def _run(
-        self, index: int, tensors: dict[str, torch.Tensor], *, keep: bool
+        self, instruction: Instruction, tensors: dict[str, torch.Tensor], *, keep: bool
     ) -> tuple[dict[str, torch.Tensor], autograd.Tape]:
         return autograd.forward(
-            self._functions[index],
+            self._functions[instruction.region],
             tensors,
-            self.sizes,
-            gradients_of=self._gradients_of(self._graph.regions[index]),
+            self._micro(instruction).batch.sizes,
+            gradients_of=self._gradients_of(self._graph.regions[instruction.region]),
             keep=keep,
-            lookup=self.lookup,
+            lookup=partial(self.lookup, micro_batch=instruction.micro_batch),
         )
 
     def _take_outputs(self, instruction: Instruction, outputs: dict[str, torch.Tensor]) -> None:
         """Keeps the outputs that the program has buffers for, and the loss."""
+        micro = self._micro(instruction)
         if self._graph.loss in outputs:
-            self.step.loss = outputs[self._graph.loss].clone()
+            micro.loss = outputs[self._graph.loss].clone()
         buffers = self._state.buffers
         written = {buffers[access.buffer].owner for access in instruction.writes}
         for name, output in outputs.items():
             if name in written:
-                self.step.values[name] = output
+                micro.values[name] = output
 
     def _recompute(self, instruction: Instruction) -> None:
         """Forward again for its activations, as the first time; RNG and buffers do not notice."""
-        region = self._graph.regions[instruction.region]
-        tensors = self._tensors(region)
-        tensors.update(self.step.buffers_before.pop(instruction.region, {}))
+        region, micro = self._graph.regions[instruction.region], self._micro(instruction)
+        tensors = self._tensors(region, instruction.micro_batch)
+        tensors.update(micro.buffers_before.pop(instruction.region, {}))
         now = torch.get_rng_state() if region.random else None
         if now is not None:
-            torch.set_rng_state(self.step.rng.pop(instruction.region))
+            torch.set_rng_state(micro.rng.pop(instruction.region))
         try:
-            _, tape = self._run(instruction.region, tensors, keep=True)
+            _, tape = self._run(instruction, tensors, keep=True)
         finally:
             if now is not None:
                 torch.set_rng_state(now)
-        self.step.tapes[instruction.region] = tape
+        micro.tapes[instruction.region] = tape
 
     def _backward(self, instruction: Instruction, completes: tuple[str, ...]) -> None:
-        region = self._graph.regions[instruction.region]
-        step = self.step
-        tape = step.tapes.pop(instruction.region)
-        received = {name: step.value_gradients[name] for name in tape.outputs if name in step.value_gradients}
+        region, micro = self._graph.regions[instruction.region], self._micro(instruction)
+        tape = micro.tapes.pop(instruction.region)
+        received = {
+            name: micro.value_gradients[name] for name in tape.outputs if name in micro.value_gradients
+        }
         if self._graph.loss in tape.outputs:
-            assert step.loss is not None, "backward of the loss before its forward"
-            received[self._graph.loss] = self._loss_gradient(step.loss, received.get(self._graph.loss))
-        sums = {name: step.value_gradients[name] for name in region.inputs if name in step.value_gradients}
+            received[self._graph.loss] = self._loss_gradient(micro, received.get(self._graph.loss))
+        sums = {name: micro.value_gradients[name] for name in region.inputs if name in micro.value_gradients}
         for name in self._seeded[instruction.region]:
-            if name in step.gradients:
-                sums[name] = step.gradients.pop(name)
+            if name in micro.gradients:
+                sums[name] = micro.gradients.pop(name)
         gradients = autograd.backward(tape, received, sums)
         del tape, received, sums
         for name in list(gradients):
-            self._take_gradient(name, gradients.pop(name), instruction.region)
+            self._take_gradient(micro, name, gradients.pop(name), instruction.region)
         for name in completes:
-            self._check(name)
+            self._join(micro, name)
 
-    def _loss_gradient(self, loss: torch.Tensor, later: torch.Tensor | None) -> torch.Tensor:
-        """What `(loss.float() * scale).backward()` sends to the loss."""
-        seed = torch.full_like(loss, 1.0)
-        if self.settings.loss_scale != 1.0:
-            seed = torch.full_like(loss, self.settings.loss_scale, dtype=torch.float32).to(loss.dtype)
+    def _loss_gradient(self, micro: MicroState, later: torch.Tensor | None) -> torch.Tensor:
+        """What `(loss.float() * scale * weight).backward()` sends to the loss."""
+        assert micro.loss is not None, "backward of the loss before its forward"
+        factor = self.settings.loss_scale * micro.batch.weight
+        seed = torch.full_like(micro.loss, 1.0)
+        if factor != 1.0:
+            seed = torch.full_like(micro.loss, factor, dtype=torch.float32).to(micro.loss.dtype)
         return seed if later is None else seed + later
 
-    def _take_gradient(self, name: str, gradient: torch.Tensor | None, region: int) -> None:
+    def _take_gradient(
+        self, micro: MicroState, name: str, gradient: torch.Tensor | None, region: int
+    ) -> None:
         if gradient is None:
             return
         if name in self._value_requires_grad:
-            self.step.value_gradients[name] = gradient
-        elif name not in self.step.gradients or name in self._seeded[region]:
-            self.step.gradients[name] = gradient
+            micro.value_gradients[name] = gradient
+        elif name not in micro.gradients or name in self._seeded[region]:
+            micro.gradients[name] = gradient
         else:
             shared = name in self._seeded_somewhere
-            so_far = self.step.gradients[name]
-            self.step.gradients[name] = add_gradient(so_far, gradient, shares_memory=shared)
+            micro.gradients[name] = add_gradient(micro.gradients[name], gradient, shares_memory=shared)
+
+    def _join(self, micro: MicroState, name: str) -> None:
+        """Adds a micro-batch's gradient to the sum, as `.grad` does over several backward calls."""
+        gradient = micro.gradients.pop(name, None)
+        if gradient is None:
+            return
+        so_far = self.step.gradients.get(name)
+        if so_far is not None:
+            shared = name in self._seeded_somewhere
+            gradient = add_gradient(so_far, gradient, shares_memory=shared)
+        self.step.gradients[name] = gradient
 
     def _check(self, name: str) -> None:
         """Norm and finiteness of a complete gradient."""
@@ -286,7 +356,8 @@ class Compute:
     def _evaluate(self, instruction: Instruction) -> None:
         region = self._graph.regions[instruction.region]
         with torch.no_grad():
-            outputs = self._functions[instruction.region](self._tensors(region), self.sizes)
+            tensors = self._tensors(region, instruction.micro_batch)
+            outputs = self._functions[instruction.region](tensors, self._micro(instruction).batch.sizes)
         self._take_outputs(instruction, outputs)
 
 
@@ -295,17 +366,21 @@ def _is_finite(gradient: torch.Tensor) -> bool:
     return all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
 
-def gradients_completed_by(phase: Phase, owners: dict[int, Buffer]) -> dict[int, tuple[str, ...]]:
-    """Instruction id -> parameters whose gradient it makes complete (its last writer)."""
-    last: dict[str, int] = {}
+def gradients_completed_by(phase: Phase, owners: Mapping[int, Buffer]) -> dict[int, Completes]:
+    """What each backward, by instruction id, makes complete: it is the last to write it."""
+    of_micro_batch: dict[tuple[str, int], int] = {}
+    of_step: dict[str, int] = {}
     for instruction in phase.instructions:
         if instruction.operation != "backward":
             continue
         for access in instruction.writes:
             buffer = owners[access.buffer]
             if buffer.role == "gradient":
-                last[buffer.owner] = instruction.id
-    completed: dict[int, tuple[str, ...]] = {}
-    for name, instruction_id in last.items():
-        completed[instruction_id] = (*completed.get(instruction_id, ()), name)
+                of_micro_batch[buffer.owner, instruction.micro_batch] = instruction.id
+                of_step[buffer.owner] = instruction.id
+    completed: dict[int, Completes] = {}
+    for (name, _), identity in of_micro_batch.items():
+        known = completed.get(identity, COMPLETES_NOTHING)
+        whole = (name,) if of_step[name] == identity else ()
+        completed[identity] = Completes((*known.of_micro_batch, name), (*known.of_step, *whole))
     return completed

@@ -16,11 +16,13 @@ from stages.optim.kernel import UpdateKernel
 from stages.optim.scaler import LossScaler
 from stages.region.initial import literal_constants
 from stages.runtime import sizes, transfers
-from stages.runtime.compute import Compute, StepSettings, gradients_completed_by
+from stages.runtime.compute import COMPLETES_NOTHING, Compute, StepSettings, gradients_completed_by
+from stages.runtime.draws import follows_a_plain_loop, rehearse
 from stages.runtime.homes import Homes
 from stages.runtime.lanes.lane_set import LaneSet, Timing
 from stages.runtime.placing import Placing
-from stages.runtime.state import TrainingState
+from stages.runtime.slices import Slicer
+from stages.runtime.state import MicroBatch, MicroState, TrainingState
 from stages.runtime.tiers.arena import Arena
 from stages.runtime.tiers.disk import DiskFile
 
@@ -77,7 +79,9 @@ class Engine:
             if evaluation is None
             else Compute(evaluation, self._state, kernel, literal_constants(evaluation))
         )
+        self._slicer = Slicer(graph, plan.placement.micro_batches, plan.loss)
         self._phases = {phase.name: phase for phase in plan.phases}
+        self._plain = follows_a_plain_loop(self._phases["step"])
         self._completed = {
             name: gradients_completed_by(phase, self._state.buffers) for name, phase in self._phases.items()
         }
@@ -132,7 +136,10 @@ class Engine:
         bound = sizes.bind(self.graph, batch)
         scale = 1.0 if self.scaler is None else self.scaler.scale
         settings = StepSettings(learning_rate=learning_rate, loss_scale=scale)
-        self._training.begin(dict(batch), bound, settings)
+        batches = self._slicer.cut(batch, bound, self._training.lookup)
+        self._training.begin(batches, settings)
+        if not self._plain:
+            self._training.step.draws = rehearse(self.graph, batches)
         events = self._run("step", self._training)
         non_finite = tuple(self._training.step.non_finite)
         if "update" in self._phases and not non_finite:
@@ -143,7 +150,7 @@ class Engine:
 
     def _finish(self, non_finite: tuple[str, ...], scale: float, events: list[Event]) -> StepResult:
         step = self._training.step
-        assert step.loss is not None, "the program never ran the loss"
+        loss = sum(item.batch.weight * self._loss(item) for item in step.micro if not item.batch.empty)
         norm = None if non_finite else self._norm(step.norms) / scale
         if not non_finite:
             for name in step.norms:
@@ -151,9 +158,14 @@ class Engine:
         moved = {
             lane: sum(event.bytes for event in events if event.lane == lane) for lane in ("read", "write")
         }
-        result = StepResult(float(step.loss), norm, bool(non_finite), non_finite, events, moved)
+        result = StepResult(loss, norm, bool(non_finite), non_finite, events, moved)
         self._training.end()
         return result
+
+    @staticmethod
+    def _loss(micro: MicroState) -> float:
+        assert micro.loss is not None, "the program never ran the loss"
+        return float(micro.loss)
 
     def _norm(self, norms: Mapping[str, float]) -> float:
         """One norm over all parameters: each whole gradient's, combined in parameter order."""
@@ -168,12 +180,11 @@ class Engine:
                 key="eval.every",
             )
         bound = sizes.bind(self._evaluation.graph, batch)
-        self._evaluation.begin(dict(batch), bound, StepSettings(learning_rate=0.0))
+        self._evaluation.begin([MicroBatch(dict(batch), bound)], StepSettings(learning_rate=0.0))
         self._run("evaluate", self._evaluation)
-        loss = self._evaluation.step.loss
-        assert loss is not None, "the program never ran the loss"
+        loss = self._loss(self._evaluation.step.micro[0])
         self._evaluation.end()
-        return float(loss)
+        return loss
 
     def _run(self, name: str, compute: Compute) -> list[Event]:
         """Carries out a phase; its events in nanoseconds from its start."""
@@ -183,7 +194,7 @@ class Engine:
 
         def perform(instruction: Instruction) -> None:
             if instruction.lane == "compute":
-                compute.perform(instruction, completed.get(instruction.id, ()))
+                compute.perform(instruction, completed.get(instruction.id, COMPLETES_NOTHING))
             else:
                 assert self._transfers is not None, "the plan moves bytes but there is no disk tier"
                 self._moved[instruction.id] = self._transfers.perform(instruction, compute)

@@ -62,7 +62,7 @@ def summarise(
         optimality_gap=None,
         solve_time_s=plan.solve_ns / 1e9,
         tokens_per_s=history.tokens / step_time,
-        micro_batches=1,
+        micro_batches=plan.placement.micro_batches,
         losses=history.losses,
         grad_norms=history.grad_norms,
         skipped_steps=history.skipped_steps,

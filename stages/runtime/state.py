@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,27 +29,60 @@ class Layout:
         return self.span.view(storage_on_pages(self.span.bytes), 0)
 
 
-@dataclass
-class StepState:
-    """What exists within one step only."""
+@dataclass(frozen=True)
+class MicroBatch:
+    """A slice of a step's batch: its tensors by input name, its sizes, and the factor with which its
+    loss counts in the step's loss (1 where the slice is all)."""
 
+    inputs: Mapping[str, torch.Tensor]
+    sizes: dict[str, int]
+    weight: float = 1.0
+    #: no row at all: nothing is computed for it
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The default generator's state before and after a region's forward."""
+
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+@dataclass
+class MicroState:
+    """What a micro-batch leaves between its regions' turns."""
+
+    batch: MicroBatch
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     value_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: of weights, from regions that have gone backward, until the last of them has
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     tapes: dict[int, Tape] = field(default_factory=dict)
-    #: layouts of values and gradients that were written to disk
-    away: dict[int, Layout] = field(default_factory=dict)
     #: bytes of each saved storage of a region, in order, while they are on disk
     saved_away: dict[int, list[int]] = field(default_factory=dict)
     #: generator state before the first forward of a region that will be recomputed
     rng: dict[int, torch.Tensor] = field(default_factory=dict)
     #: buffers that a region mutates, as they were before its forward
     buffers_before: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    loss: torch.Tensor | None = None
+
+
+@dataclass
+class StepState:
+    """What exists within one step only."""
+
+    micro: list[MicroState] = field(default_factory=list)
+    #: random numbers of (micro-batch, region), where the program's order is not a plain loop's
+    draws: dict[tuple[int, int], Draws] = field(default_factory=dict)
+    #: of weights, added up over micro-batches
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: layouts of values and gradients that were written to disk
+    away: dict[int, Layout] = field(default_factory=dict)
     #: parameters whose gradient is complete: its 2-norm (still scaled)
     norms: dict[str, float] = field(default_factory=dict)
     #: parameters with an inf or nan in their gradient, in the order found
     non_finite: list[str] = field(default_factory=list)
-    loss: torch.Tensor | None = None
 
 
 class TrainingState:

@@ -43,7 +43,7 @@ class Transfers:
             slot = self._state.slot(buffer)
             return self._disk.read_into(as_bytes(slot), extent)
         if buffer.role == "saved":
-            return self._read_saved(compute.region_index(buffer.owner), extent, compute)
+            return self._read_saved(buffer, extent, compute)
         # it stays: a value may be read back for a late reader, and again for its backward
         layout = step.away.get(buffer.id)
         if layout is None:
@@ -57,7 +57,7 @@ class Transfers:
         if buffer.offset is not None:
             return self._disk.write_from(as_bytes(self._state.slot(buffer)), extent)
         if buffer.role == "saved":
-            return self._write_saved(compute.region_index(buffer.owner), extent, compute)
+            return self._write_saved(buffer, extent, compute)
         tensor = _table(buffer, compute).get(buffer.owner)
         if tensor is None:
             return 0
@@ -67,27 +67,32 @@ class Transfers:
         compute.step.away[buffer.id] = Layout.of(tensor)
         return self._disk.write_from(as_bytes(tensor), extent)
 
-    def _write_saved(self, region: int, extent: int, compute: Compute) -> int:
-        storages = compute.step.tapes[region].storages()
-        compute.step.saved_away[region] = [storage.nbytes() for storage in storages]
+    def _write_saved(self, buffer: Buffer, extent: int, compute: Compute) -> int:
+        region, micro = compute.region_index(buffer.owner), compute.step.micro[buffer.micro_batch]
+        if region not in micro.tapes:
+            return 0  # an empty micro-batch
+        storages = micro.tapes[region].storages()
+        micro.saved_away[region] = [storage.nbytes() for storage in storages]
         moved = 0
         for storage, offset in zip(storages, _offsets(storages, extent), strict=True):
             moved += self._disk.write_from(_storage_bytes(storage), offset)
         return moved
 
-    def _read_saved(self, region: int, extent: int, compute: Compute) -> int:
-        storages = [storage_on_pages(size) for size in compute.step.saved_away.pop(region)]
+    def _read_saved(self, buffer: Buffer, extent: int, compute: Compute) -> int:
+        region, micro = compute.region_index(buffer.owner), compute.step.micro[buffer.micro_batch]
+        storages = [storage_on_pages(size) for size in micro.saved_away.pop(region, [])]
         moved = 0
         for storage, offset in zip(storages, _offsets(storages, extent), strict=True):
             moved += self._disk.read_into(_storage_bytes(storage), offset)
-        compute.step.tapes[region].restore_storages(storages)
+        if storages:
+            micro.tapes[region].restore_storages(storages)
         return moved
 
 
 def release(buffer: Buffer, compute: Compute) -> None:
     """Ends a dynamic buffer's life in memory; what was written to its extent stays there."""
     if buffer.role == "saved":
-        tape = compute.step.tapes.get(compute.region_index(buffer.owner))
+        tape = compute.step.micro[buffer.micro_batch].tapes.get(compute.region_index(buffer.owner))
         if tape is not None:
             tape.release_storages()
     elif buffer.role in ("value", "value_gradient", "gradient"):
@@ -114,6 +119,8 @@ def _offsets(storages: list[torch.UntypedStorage], extent: int) -> list[int]:
 
 
 def _table(buffer: Buffer, compute: Compute) -> dict[str, torch.Tensor]:
-    step = compute.step
-    tables = {"value": step.values, "value_gradient": step.value_gradients, "gradient": step.gradients}
-    return tables[buffer.role]
+    micro = compute.step.micro[buffer.micro_batch]
+    if buffer.role == "gradient":
+        # the first micro-batch's is the sum over all
+        return micro.gradients if buffer.micro_batch else compute.step.gradients
+    return micro.values if buffer.role == "value" else micro.value_gradients

@@ -118,6 +118,7 @@ class Estimator(Positions):
         moving = sum([problem.values[name].bytes for name in choice.values])
         for region, how in zip(problem.regions, choice.activations, strict=True):
             moving += region.saved_extent_bytes if how == "move" else 0
+        moving *= problem.micro_batches
         if choice.gradients == "move":
             moving += sum([parameter.bytes for parameter in problem.updated])
         weights = [group.bytes if moves else 0 for group, moves in zip(self.weights, streamed, strict=True)]

@@ -49,7 +49,9 @@ def run(
         )
     tiers = tier_budgets(config)
     task = Task(
-        problem=build_problem(graph, costs, tiers.host_bytes),
+        problem=build_problem(
+            graph, costs, tiers.host_bytes, micro_batches=config.train.micro_batches
+        ),
         budget_bytes=parse_size(config.budget, "budget"),
         evaluation=build_problem(*evaluation, tiers.host_bytes) if evaluation is not None else None,
         disk_budget_bytes=tiers.disk_bytes,

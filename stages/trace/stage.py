@@ -5,9 +5,11 @@ python -m stages.trace +model=gpt2 data.batch_size=4 data.seq_len=512
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -97,7 +99,7 @@ def _trace(
     constants = {key: converted.tensors[key] for key in converted.tensors if key in converted.constants}
     stored, tensors = parameters.describe(built, constants)
     loss = "" if captured.loss is None else converted.outputs[captured.loss]
-    live = _without_dead(converted.nodes, set(converted.outputs))
+    live = _with_draws(_without_dead(converted.nodes, set(converted.outputs)), stored, converted.inputs)
     symbols = captured.resolved.symbols
     sizes = {key: symbol.planned for key, symbol in symbols.items()}
     facts = rehearsal.rehearse(live, stored, converted.inputs, sizes, loss)
@@ -144,6 +146,21 @@ def _without_dead(traced: list[Traced], returned: set[str]) -> list[Traced]:
             needed.update(node_references(item.node))
             kept.append(item)
     return kept[::-1]
+
+
+def _with_draws(
+    live: list[Traced], stored: list[g.Parameter], inputs: list[tuple[str, g.TensorSpec]]
+) -> list[Traced]:
+    """Notes at each random node what its arguments look like, so that it can be run by itself."""
+    specs = {parameter.name: parameter.spec for parameter in stored} | dict(inputs)
+    specs |= {traced.node.name: traced.specs[0] for traced in live if len(traced.specs) == 1}
+    found = []
+    for traced in live:
+        if traced.node.random:
+            drawn = [specs[name] for name in dict.fromkeys(node_references(traced.node))]
+            traced = dataclasses.replace(traced, node=msgspec.structs.replace(traced.node, drawn=drawn))
+        found.append(traced)
+    return found
 
 
 def _check_writes(

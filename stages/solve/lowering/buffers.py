@@ -206,9 +206,7 @@ class BufferTable:
             return self._add("value", name, self._input_bytes(name), value.dtype, resident=True)
         moves = self._placement.values.get(name, "keep") == "move" and value.movable
         extent = self._extent("value", name, value.bytes, micro_batch=micro_batch) if moves else None
-        return self._add(
-            "value", name, value.bytes, value.dtype, extent=extent, micro_batch=micro_batch
-        )
+        return self._add("value", name, value.bytes, value.dtype, extent=extent, micro_batch=micro_batch)
 
     def _input_bytes(self, name: str) -> int:
         """The whole batch is there at once; its slices are views."""
@@ -240,9 +238,7 @@ class BufferTable:
 
     # records
 
-    def _extent(
-        self, role: str, owner: str, size_bytes: int, state: str = "", micro_batch: int = 0
-    ) -> int:
+    def _extent(self, role: str, owner: str, size_bytes: int, state: str = "", micro_batch: int = 0) -> int:
         key = (role, owner, f"{state}{micro_batch or ''}")
         if key not in self._extents:
             self._extents[key] = self.disk_bytes

@@ -71,7 +71,9 @@ def _of_slice(plan: Plan, graph: RegionGraph, costs: Costs) -> tuple[RegionGraph
     for buffer in plan.buffers:
         allowed = count if buffer.role in ("value", "value_gradient", "saved", "gradient") else 1
         if not 0 <= buffer.micro_batch < allowed:
-            raise PlanError(f"buffer {buffer.id} is of micro-batch {buffer.micro_batch}, which does not exist")
+            raise PlanError(
+                f"buffer {buffer.id} is of micro-batch {buffer.micro_batch}, which does not exist"
+            )
     return graph_of_slice(graph, count), costs_of_slice(costs, count)
 
 

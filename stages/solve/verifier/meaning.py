@@ -100,9 +100,7 @@ def whole_weight(plan: Plan, owner: str) -> int:
     return next(item.id for item in plan.buffers if item.role == "weight" and item.owner == owner)
 
 
-def _require_memory(
-    plan: Plan, phase: Phase, item: Instruction, made: set[Key], peak_bytes: int
-) -> None:
+def _require_memory(plan: Plan, phase: Phase, item: Instruction, made: set[Key], peak_bytes: int) -> None:
     """Workspace and what is newly made must cover the measured peak."""
     held = item.workspace_bytes + sum(
         plan.buffers[access.buffer].bytes
@@ -157,7 +155,9 @@ class _Step:
             if len(items) != len(expected) * self._plan.placement.micro_batches:
                 raise PlanError(f"phase step runs {way} with a micro-batch that does not exist")
         for index in ways["backward"]:
-            order = [item.micro_batch for item in lane if (item.operation, item.region) == ("backward", index)]
+            order = [
+                item.micro_batch for item in lane if (item.operation, item.region) == ("backward", index)
+            ]
             if order != sorted(order):
                 raise PlanError(f"phase step adds gradients of region {index} in the order {order}")
 

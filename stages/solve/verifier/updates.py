@@ -34,7 +34,9 @@ class UpdateCheck:
             raise PlanError(f"{where}: no gradient reaches it")
         if self.gradients_sent[name] != len(self._facts.gradient_senders[name]) * micro_batches:
             raise PlanError(f"{where}: its gradient is not complete")
-        turns = {(region, batch) for region in self._facts.update_after[name] for batch in range(micro_batches)}
+        turns = {
+            (region, batch) for region in self._facts.update_after[name] for batch in range(micro_batches)
+        }
         if not turns <= self.backward_done:
             raise PlanError(f"{where}: a backward still reads it")
         if self._plan.precision == "fp16" and phase.name != "update":

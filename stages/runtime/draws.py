@@ -1,0 +1,61 @@
+"""The random numbers that each forward of a step gets, whatever order the program has.
+
+A plain loop with micro-batches draws for one micro-batch after another, through the whole model.
+Where a program takes all micro-batches through a region before the next region, the generator's
+state at each turn is found out before the step: the operators that draw are run alone, in the plain
+loop's order, on stand-ins of the same shapes. How much is drawn does not depend on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stages.artifacts import graph as g
+from stages.artifacts.plan import Phase
+from stages.region import operators
+from stages.region.interpreter import decode, node_references
+from stages.runtime.state import Draws, MicroBatch
+
+_CPU = torch.device("cpu")
+
+
+def follows_a_plain_loop(phase: Phase) -> bool:
+    """Whether forwards run micro-batch by micro-batch."""
+    turns = [(item.micro_batch, item.region) for item in phase.instructions if item.operation == "forward"]
+    return turns == sorted(turns)
+
+
+def rehearse(graph: g.RegionGraph, batches: Sequence[MicroBatch]) -> dict[tuple[int, int], Draws]:
+    """The generator's states of each (micro-batch, region) that draws; leaves the generator as a
+    plain loop over `batches` does. Takes no more memory at once than the forward of a region."""
+    found = {}
+    for number, batch in enumerate(batches):
+        if batch.empty:
+            continue
+        for index, region in enumerate(graph.regions):
+            if region.random:
+                before = torch.get_rng_state()
+                for node in graph.nodes[region.start : region.end]:
+                    if node.random:
+                        _draw(node, batch.sizes)
+                found[number, index] = Draws(before, torch.get_rng_state())
+    return found
+
+
+def _draw(node: g.Node, sizes: dict[str, int]) -> None:
+    names = dict.fromkeys(node_references(node))
+    stand_ins = {name: _stand_in(spec, sizes) for name, spec in zip(names, node.drawn, strict=True)}
+    args = [decode(arg, stand_ins.__getitem__, sizes, _CPU) for arg in node.args]
+    kwargs = {key: decode(arg, stand_ins.__getitem__, sizes, _CPU) for key, arg in node.kwargs.items()}
+    with torch.no_grad():
+        operators.resolve(node.op)(*args, **kwargs)
+
+
+def _stand_in(spec: g.TensorSpec, sizes: dict[str, int]) -> torch.Tensor:
+    shape = [g.evaluate_size(size, sizes) for size in spec.shape]
+    stride = [g.evaluate_size(size, sizes) for size in spec.stride]
+    return torch.zeros(g.storage_elements(spec, sizes), dtype=operators.dtype(spec.dtype)).as_strided(
+        shape, stride
+    )
