@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+#: how much a batch or a slice of it counts: rows, targets, ...
+WeightOf = Callable[[Any], float]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -90,6 +92,8 @@ def train(
     steps: int,
     seed: int = 0,
     keep_gradients: bool = False,
+    micro_batches: int = 1,
+    weight_of: WeightOf | None = None,
 ) -> Result:
     """Trains `steps` steps, taking the batches in turn and again from the first when they end.
 
@@ -97,6 +101,9 @@ def train(
         batches: Each a mapping (keyword arguments), a sequence (positional arguments) or a tensor.
         optimizer: Makes the optimizer of the (master) parameters; fused AdamW when absent.
         keep_gradients: Also return each step's gradients as autograd left them (scaled in fp16).
+        micro_batches: Slices of each batch, whose gradients `.grad` adds up one after another.
+        weight_of: With which factor a slice's loss counts; its share of the rows when absent. Slices
+            that do not count are left out.
     """
     torch.manual_seed(seed)
     model = model_factory()
@@ -109,9 +116,8 @@ def train(
     model.train()
     torch.manual_seed(seed)
     for step in range(1, steps + 1):
-        loss = loss_of(call(model, batches[(step - 1) % len(batches)]))
-        result.losses.append(loss.item())
-        (loss.float() * scale.value if scale else loss).backward()
+        batch = batches[(step - 1) % len(batches)]
+        result.losses.append(_accumulate(model, batch, scale, micro_batches, weight_of or rows_in))
         if keep_gradients:
             result.gradients.append(_gradients(trained))
         norm = _update(trained, masters, stepper, scale)
@@ -122,6 +128,38 @@ def train(
     result.final = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     result.masters = {name: master.detach().clone() for name, master in masters.items()}
     return result
+
+
+def rows_in(batch: Any) -> float:
+    """Rows of a batch."""
+    tensors = batch.values() if isinstance(batch, Mapping) else batch
+    return len(next(iter(tensors)))
+
+
+def _accumulate(
+    model: nn.Module, batch: Any, scale: LossScale | None, micro_batches: int, weight_of: WeightOf
+) -> float:
+    """Forward and backward of every slice in turn; the loss of the whole batch."""
+    if micro_batches == 1:
+        loss = loss_of(call(model, batch))
+        (loss.float() * scale.value if scale else loss).backward()
+        return loss.item()
+    total, whole = 0.0, weight_of(batch)
+    for part in slices(batch, micro_batches):
+        weight = weight_of(part) / whole
+        if weight:
+            loss = loss_of(call(model, part))
+            (loss.float() * ((scale.value if scale else 1.0) * weight)).backward()
+            total += weight * loss.item()
+    return total
+
+
+def slices(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """`count` slices, as even as they can be, the first ones larger; empty ones left out."""
+    rows = len(next(iter(batch.values())))
+    sizes = [rows // count + (index < rows % count) for index in range(count)]
+    parts = {name: tensor.split([size for size in sizes if size]) for name, tensor in batch.items()}
+    return [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:

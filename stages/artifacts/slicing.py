@@ -41,7 +41,7 @@ def graph_of_slice(graph: RegionGraph, micro_batches: int) -> RegionGraph:
     if symbol is None:
         raise ConfigError(
             f"train.micro_batches={micro_batches} needs a batch whose size may vary; the trace fixed it. "
-            f"Use trace.dynamic=true and a model that does not depend on the batch's size, or one micro-batch",
+            f"Use trace.dynamic=true and a model that takes batches of any size, or one micro-batch",
             key="train.micro_batches",
             found=str(micro_batches),
             expected="1",

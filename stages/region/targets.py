@@ -32,7 +32,7 @@ class Targets:
         self._given = {spec.name for spec in graph.inputs}
         self._kept = {parameter.name for parameter in graph.parameters if parameter.role != "parameter"}
         loss = self._loss_node(graph.loss)
-        values = {position: arg for position, arg in enumerate(loss.args)}
+        values = dict(enumerate(loss.args))
         names = ("self", "target", "weight", "reduction", "ignore_index")
         arguments = {name: loss.kwargs.get(name, values.get(index)) for index, name in enumerate(names)}
         target = arguments["target"]

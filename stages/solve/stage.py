@@ -13,6 +13,7 @@ from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig, parse_size
 from stages.solve.build import build_problem
 from stages.solve.homes import require_tiers
+from stages.solve.micro_batches import cuts, fastest
 from stages.solve.solvers import SOLVERS
 from stages.solve.solvers.task import Solution, Task, margin_of
 from stages.solve.verifier import verify
@@ -48,18 +49,21 @@ def run(
             expected=names,
         )
     tiers = tier_budgets(config)
-    task = Task(
-        problem=build_problem(
-            graph, costs, tiers.host_bytes, micro_batches=config.train.micro_batches
-        ),
-        budget_bytes=parse_size(config.budget, "budget"),
-        evaluation=build_problem(*evaluation, tiers.host_bytes) if evaluation is not None else None,
-        disk_budget_bytes=tiers.disk_bytes,
-        layout=layout,
-    )
-    require_tiers(task.problem, task.limit_bytes, task.disk_budget_bytes)
-    solution = SOLVERS[config.solver.name](task)
-    plan = _plan(task, solution, time.monotonic_ns() - started_ns)
+    of_evaluation = build_problem(*evaluation, tiers.host_bytes) if evaluation is not None else None
+    tasks = [
+        Task(
+            problem=build_problem(graph, costs, tiers.host_bytes, micro_batches=count, order=order),
+            budget_bytes=parse_size(config.budget, "budget"),
+            evaluation=of_evaluation,
+            disk_budget_bytes=tiers.disk_bytes,
+            layout=layout,
+        )
+        for count, order in cuts(config, costs)
+    ]
+    for task in tasks:
+        require_tiers(task.problem, task.limit_bytes, task.disk_budget_bytes)
+    task, solution = fastest(tasks, SOLVERS[config.solver.name])
+    plan = _plan(task, solution, costs.loss, time.monotonic_ns() - started_ns)
     verify(
         plan,
         graph,
@@ -92,7 +96,7 @@ def tier_budgets(config: RunConfig) -> TierBudgets:
     )
 
 
-def _plan(task: Task, solution: Solution, solve_ns: int) -> Plan:
+def _plan(task: Task, solution: Solution, loss: str, solve_ns: int) -> Plan:
     simulation, program, problem = solution.simulation, solution.program, task.problem
     return Plan(
         solver=solution.solver,
@@ -115,6 +119,7 @@ def _plan(task: Task, solution: Solution, solve_ns: int) -> Plan:
             binding=simulation.binding,
         ),
         solve_ns=solve_ns,
+        loss=loss if problem.micro_batches > 1 else "",
         host_pool_bytes=program.host_pool_bytes,
         host_bytes=program.host_bytes,
     )

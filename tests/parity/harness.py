@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stages.artifacts import graph as g
+from stages.artifacts import slicing
 from stages.artifacts.costs import Costs, LinkCost, OptimizerCost
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Plan
@@ -24,11 +28,13 @@ from stages.config import (
     RuntimeConfig,
     SolverConfig,
     TiersConfig,
+    TrainConfig,
 )
 from stages.optim.make import make_kernel
 from stages.region.initial import decode_literal, iterate_initial
 from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
+from stages.solve.micro_batches import Cut, cuts
 from stages.trace import stage as trace
 from stages.trace.profile.optimizer import state_specs
 from stages.trace.profile.peak import PeakGauge
@@ -146,13 +152,36 @@ def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
     )
 
 
-def plan_of(config: RunConfig, graph: g.RegionGraph, costs: Costs, variant: Variant) -> Plan:
+@cache
+def sliced_costs(model: SmallModel, precision: str, rows: int, micro_batches: int, loss: str) -> Costs:
+    """Costs of slices of the batch."""
+    graph, costs = traced(model, precision, rows)
+    config = config_of(model, precision, rows=rows)
+    measured = costs_of(slicing.graph_of_slice(graph, micro_batches), config)
+    return msgspec.structs.replace(costs, regions=measured.regions, micro_batches=micro_batches, loss=loss)
+
+
+def plan_of(config: RunConfig, graph: g.RegionGraph, costs: Costs, variant: Variant, order: str = "") -> Plan:
     """The plan at an ample budget or at exactly the least one that the solver names."""
-    if variant.least:
-        with pytest.raises(InfeasibleBudgetError) as refusal:
-            solve.run(config, graph, costs, layout=variant.layout)
-        config.budget = str(refusal.value.least_feasible_bytes)
-    return solve.run(config, graph, costs, layout=variant.layout)[0]
+    with in_order(order):
+        if variant.least:
+            with pytest.raises(InfeasibleBudgetError) as refusal:
+                solve.run(config, graph, costs, layout=variant.layout)
+            config.budget = str(refusal.value.least_feasible_bytes)
+        plan = solve.run(config, graph, costs, layout=variant.layout)[0]
+    assert plan.placement.micro_batch_order == order or not order
+    return plan
+
+
+@contextmanager
+def in_order(order: str) -> Iterator[None]:
+    """Leaves the solver one order of micro-batches."""
+
+    def only(config: RunConfig, costs: Costs) -> list[Cut]:
+        return [cut for cut in cuts(config, costs) if order in ("", cut[1])]
+
+    with mock.patch.object(solve, "cuts", only):
+        yield
 
 
 def train(
@@ -163,15 +192,25 @@ def train(
     *,
     steps: int,
     disk: Path,
+    micro_batches: int = 1,
+    order: str = "",
+    loss: str = "mean",
 ) -> reference.Result:
-    """As `tests.reference.train`, through trace, costs, plan and engine."""
+    """As `tests.reference.train`, through trace, costs, plan and engine.
+
+    Args:
+        order: Of the micro-batches; "": as the solver chooses.
+    """
     budget = 1 if variant.least else AMPLE_BYTES
     rows = max(len(next(iter(batch.values()))) for batch in batches)
     config = config_of(
         model, precision, solver=variant.solver, lane=variant.lane, rows=rows, disk=disk, budget=budget
     )
     graph, costs = traced(model, precision, rows)
-    plan = plan_of(config, graph, costs, variant)
+    if micro_batches > 1:
+        config.train = TrainConfig(micro_batches, loss)
+        costs = sliced_costs(model, precision, rows, micro_batches, loss)
+    plan = plan_of(config, graph, costs, variant, order)
     result = reference.Result(losses=[], final={}, masters={}, rng_states=[])
     with open_engine(config, graph, plan) as engine:
         engine.load(initial_values(model, graph))

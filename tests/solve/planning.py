@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from stages.artifacts.costs import Costs
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Instruction, Phase, Placement, Plan, Prediction
 from stages.config import RunConfig, SolverConfig
@@ -39,8 +40,10 @@ def least_of(sketch: Sketch, solver: str) -> int:
 
 def lowered(sketch: Sketch, placement: Placement, *, layout: str = "packed", evaluates: bool = False) -> Plan:
     """A plan made of a given placement, under a budget of exactly what it needs."""
-    problem = build_problem(sketch.graph(), sketch.costs())
-    evaluation = problem if evaluates else None
+    count, order = placement.micro_batches, placement.micro_batch_order
+    costs = costs_for(sketch, count)
+    problem = build_problem(sketch.graph(), costs, micro_batches=count, order=order)
+    evaluation = build_problem(sketch.graph(), sketch.costs()) if evaluates else None
     program = lower(problem, placement, evaluation=evaluation, layout=layout)
     simulation = simulate(problem, program, evaluation)
     return Plan(
@@ -58,12 +61,19 @@ def lowered(sketch: Sketch, placement: Placement, *, layout: str = "packed", eva
         margin_bytes=0,
         prediction=Prediction(simulation.peak_bytes, simulation.step_ns, 0, simulation.moved_bytes),
         solve_ns=0,
+        loss=costs.loss,
     )
 
 
+def costs_for(sketch: Sketch, micro_batches: int) -> Costs:
+    """Costs of that many micro-batches, each as large as the sketch says."""
+    loss = "mean" if micro_batches > 1 else ""
+    return sketch.costs(micro_batches=micro_batches, loss=loss)
+
+
 def check(sketch: Sketch, plan: Plan) -> None:
-    graph, costs = sketch.graph(), sketch.costs()
-    verify(plan, graph, costs, evaluation=(graph, costs))
+    graph, costs = sketch.graph(), costs_for(sketch, plan.placement.micro_batches)
+    verify(plan, graph, costs, evaluation=(graph, sketch.costs()))
 
 
 def with_phase(plan: Plan, phase: Phase) -> Plan:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stages.artifacts.costs import Costs, LinkCost, OptimizerCost, RegionCost, StateSpec
-from stages.artifacts.graph import Initial, InputSpec, Parameter, Region, RegionGraph, TensorSpec, Value
+from stages.artifacts.graph import (
+    Initial,
+    InputSpec,
+    Parameter,
+    Region,
+    RegionGraph,
+    Symbol,
+    TensorSpec,
+    Value,
+)
 from stages.artifacts.plan import Placement, RegionPlacement
 
 MEGA = 10**6
@@ -74,7 +83,8 @@ class Sketch:
         regions = [self._region(index, block) for index, block in enumerate(self.blocks)]
         inputs = [InputSpec(value.name, ["args", 0], value.spec) for value in values if value.producer < 0]
         return RegionGraph(
-            model="sketch", mode="train", precision=self.precision, symbols={}, inputs=inputs, outputs=[],
+            model="sketch", mode="train", precision=self.precision, symbols={"batch": Symbol(1, 64, 64)},
+            inputs=inputs, outputs=[],
             loss=self.loss, nodes=[], regions=regions, values=values, parameters=[*weights, *buffers],
             initial=Initial("live"),
         )  # fmt: skip
@@ -167,6 +177,8 @@ def placement(
     chunk_elements: int = 65536,
     prefetch: int = 0,
     chunk_slots: int = 1,
+    micro_batches: int = 1,
+    order: str = "vertical",
 ) -> Placement:
     """The same choice everywhere."""
     inner = {name for block in sketch.blocks for name in block.outputs}
@@ -181,4 +193,6 @@ def placement(
         chunk_elements=chunk_elements,
         prefetch=[prefetch] * len(sketch.blocks),
         chunk_slots=chunk_slots,
+        micro_batches=micro_batches,
+        micro_batch_order=order,
     )

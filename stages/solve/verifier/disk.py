@@ -86,9 +86,13 @@ def _check_tier(plan: Plan, home: str, size_bytes: int) -> Aliases:
     return aliases
 
 
+def _tensor(buffer: Buffer) -> tuple[str, str, str, int]:
+    return buffer.role, buffer.owner, buffer.state, buffer.micro_batch
+
+
 def _same_tensor(start: int, buffer: Buffer, other_start: int, other: Buffer) -> bool:
     """Whether two homes that share bytes are elements of one tensor, each in its right place."""
-    if (buffer.role, buffer.owner, buffer.state) != (other.role, other.owner, other.state):
+    if _tensor(buffer) != _tensor(other):
         return False
     if not buffer.count or not other.count:
         # a gradient as a whole has no count; its pieces begin where it does

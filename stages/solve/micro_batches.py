@@ -1,0 +1,49 @@
+"""Into how many slices the step's batch is cut, and in which order they pass: what is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from stages.artifacts.costs import Costs
+from stages.artifacts.errors import InfeasibleBudgetError
+from stages.artifacts.slicing import HORIZONTAL, VERTICAL
+from stages.config import RunConfig
+from stages.solve.solvers.task import Solution, Task
+
+#: number of slices and their order
+Cut = tuple[int, str]
+
+
+def cuts(config: RunConfig, costs: Costs) -> list[Cut]:
+    """What may be chosen: the user's number in both orders, or with solver.micro_batches=auto every
+    number that was measured, where the loss can be put together from slices."""
+    counts = [config.train.micro_batches]
+    if config.solver.micro_batches == "auto":
+        counts = [1]
+        if costs.loss:
+            counts += [item.micro_batches for item in costs.slices]
+    return [
+        (count, order) for count in counts for order in ((VERTICAL, HORIZONTAL) if count > 1 else (VERTICAL,))
+    ]
+
+
+def fastest(tasks: Iterable[Task], solve: Callable[[Task], Solution]) -> tuple[Task, Solution]:
+    """The task whose solution takes the least simulated time; of equals the first.
+
+    Raises:
+        InfeasibleBudgetError: None can be planned; that of the task which needs least.
+    """
+    solved: list[tuple[Task, Solution]] = []
+    refusals: list[InfeasibleBudgetError] = []
+    for task in tasks:
+        try:
+            solved.append((task, solve(task)))
+        except InfeasibleBudgetError as error:
+            refusals.append(error)
+    if not solved:
+        raise min(refusals, key=_needed)
+    return min(solved, key=lambda item: item[1].simulation.step_ns)
+
+
+def _needed(error: InfeasibleBudgetError) -> float:
+    return float("inf") if error.least_feasible_bytes is None else error.least_feasible_bytes
