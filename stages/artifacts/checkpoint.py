@@ -36,7 +36,7 @@ class DataPosition(Struct, frozen=True):
 class Progress(Struct, frozen=True):
     """What the run has reported so far: one entry per step.
 
-    Losses and norms are text, as `repr` gives them: JSON has neither nan nor inf.
+    Losses, norms and evaluations are text, as `repr` gives them: JSON has neither nan nor inf.
     """
 
     losses: list[str]
@@ -45,9 +45,9 @@ class Progress(Struct, frozen=True):
     step_times_s: list[float]
     step_peak_bytes: list[Natural]
     moved_bytes: list[dict[str, Natural]]
-    evaluations: list[dict[str, float]]
+    evaluations: list[dict[str, str]]
     tokens: Natural
-    peak_bytes: Natural  # of the processes so far, saving included
+    peak_bytes: Natural  # of the run's training processes so far, saving included
     #: what the plan of the first step predicted
     predicted_peak_bytes: Natural
     predicted_step_ns: Natural

@@ -63,6 +63,7 @@ def _overview(run: Run) -> str:
         ("optimizer", summary.optimizer_implementation),
         ("steps", f"{summary.steps}, of which skipped: {len(summary.skipped_steps)}"),
         ("step time", f"{summary.step_time_s:.3f} s (predicted {summary.predicted_step_time_s:.3f} s)"),
+        *_origin_rows(run),
         ("tokens per second", f"{summary.tokens_per_s:.1f}"),
         ("budget", format_size(summary.budget_bytes)),
         (
@@ -74,6 +75,19 @@ def _overview(run: Run) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items())),
     ]
     return _table((), rows)
+
+
+def _origin_rows(run: Run) -> list[tuple[str, str]]:
+    """Where the run went over to another plan, or went on from a checkpoint."""
+    summary = run.summary
+    rows = []
+    if summary.replanned_at is not None:
+        first = summary.original_predicted_step_time_s
+        said = "" if first is None else f"; the first plan predicted {first:.3f} s a step"
+        rows.append(("plan", f"solved again after step {summary.replanned_at}{said}"))
+    if summary.resumed_at is not None:
+        rows.append(("resumed", f"after step {summary.resumed_at}"))
+    return rows
 
 
 def _busy_rows(timelines: Sequence[Timeline]) -> list[tuple[str, str, str]]:

@@ -25,6 +25,8 @@ def print_summary(summary: Summary, folder: str, console: Console | None = None)
         "solver": f"{summary.solver}, {summary.precision}, {summary.optimizer_implementation}",
         "report": f"{folder}/report.html",
     }
+    if (step := summary.replanned_at) is not None:
+        rows["plan"] = f"solved again after step {step}, with the costs of the first steps"
     for name, value in rows.items():
         table.add_row(name, value)
     (console or Console()).print(table)

@@ -38,7 +38,7 @@ def work(order: Order) -> None:
     trace = msgspec.json.encode(to_chrome_trace(timelines))
     envelope.write_atomically(order.run_folder / "timeline.json", trace)
     # the loop resets the kernel's mark at each step, and keeps the largest
-    own = max(summary.peak_bytes_by_stage.get("runtime", 0), *summary.step_peak_bytes, peak_bytes())
+    own = max(summary.peak_bytes_by_stage.get("runtime", 0), peak_bytes())
     peaks = {**costs.stage_peak_bytes, "solve": solve_provenance.peak_bytes, "runtime": own}
     complete = msgspec.structs.replace(summary, peak_bytes_by_stage=peaks, peak_bytes=max(peaks.values()))
     write_summary(order, complete)

@@ -60,8 +60,13 @@ class TrainingLoop:
         """Random state for step 1: the seed's, so that it does not depend on how initial values were made."""
         torch.manual_seed(self._config.seed)
 
-    def go_on(self, history: History, random_state: torch.Tensor) -> None:
-        """Takes over from another process, between two steps, in place of `start`."""
+    def go_on(self, history: History, random_state: torch.Tensor, peak_bytes: int) -> None:
+        """Takes over from another process, between two steps, in place of `start`.
+
+        Args:
+            peak_bytes: That process's peak where it belongs to this run.
+        """
+        self.peak_between_bytes = peak_bytes
         self.history = history
         self.steps_before = len(history.losses)
         torch.set_rng_state(random_state)
@@ -120,7 +125,7 @@ class TrainingLoop:
     @property
     def peak_bytes(self) -> int:
         """The largest resident memory of the run's training processes so far."""
-        return max(self.peak_between_bytes, *self.history.step_peak_bytes)
+        return max([self.peak_between_bytes, *self.history.step_peak_bytes[self.steps_before :]])
 
     @property
     def timelines(self) -> list[Timeline]:

@@ -108,7 +108,7 @@ def _fill(
         print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
         return None
     manifest = load_manifest(folder)
-    go_on_from(folder, manifest, engine, loop, batches, config)
+    go_on_from(folder, manifest, engine, loop, batches, config, same_run=state is not None)
     if state is not None:
         shutil.rmtree(state)  # read; its space may be wanted
     seconds = time.monotonic() - started

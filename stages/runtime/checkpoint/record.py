@@ -58,8 +58,13 @@ def go_on_from(
     loop: TrainingLoop,
     batches: Batches,
     config: RunConfig,
+    *,
+    same_run: bool,
 ) -> None:
     """Fills `engine` from the checkpoint in `folder` and sets loop and data to its step.
+
+    Args:
+        same_run: Whether a process of this run left it; its peak counts then.
 
     Raises:
         ConfigError: The configuration is not one that can go on from it.
@@ -69,8 +74,8 @@ def go_on_from(
     engine.restore(lambda homes: restore(folder, manifest, homes), manifest.update_counts)
     _restore_scaler(manifest, engine)
     batches.seek(manifest.data.position)
-    loop.go_on(_history(manifest.progress), _random_state(manifest))
-    loop.peak_between_bytes = max(manifest.progress.peak_bytes, memory.peak_resident_bytes())
+    peak_bytes = manifest.progress.peak_bytes if same_run else 0
+    loop.go_on(_history(manifest.progress), _random_state(manifest), peak_bytes)
 
 
 def check_configuration(manifest: Checkpoint, engine: Engine, config: RunConfig) -> None:
@@ -143,7 +148,7 @@ def _progress(loop: TrainingLoop, first: tuple[int, int]) -> Progress:
         step_times_s=history.step_times_s,
         step_peak_bytes=history.step_peak_bytes,
         moved_bytes=history.moved_bytes,
-        evaluations=history.evaluations,
+        evaluations=[{k: repr(v) for k, v in entry.items()} for entry in history.evaluations],
         tokens=history.tokens,
         peak_bytes=max(loop.peak_bytes, memory.peak_resident_bytes()),
         predicted_peak_bytes=first[0],
@@ -155,6 +160,7 @@ def _history(progress: Progress) -> History:
     try:
         losses = [float(loss) for loss in progress.losses]
         norms = [None if norm is None else float(norm) for norm in progress.grad_norms]
+        evaluations = [{k: float(v) for k, v in entry.items()} for entry in progress.evaluations]
     except ValueError as error:
         raise ArtifactError(f"the checkpoint's losses are no numbers: {error}", key="resume") from error
     return History(
@@ -164,6 +170,6 @@ def _history(progress: Progress) -> History:
         step_times_s=list(progress.step_times_s),
         step_peak_bytes=list(progress.step_peak_bytes),
         moved_bytes=list(progress.moved_bytes),
-        evaluations=list(progress.evaluations),
+        evaluations=evaluations,
         tokens=progress.tokens,
     )
