@@ -87,7 +87,9 @@ class Watch:
             return
         say(f"after step {step}: {describe(observed)}; {verdict.value}")
         if verdict is Verdict.SOLVE_AGAIN and self._handover is not None and self._has_room():
-            self._hand_over(self._handover, max(0, observed.excess_bytes))
+            # what is off by less, the margin is for
+            excess_bytes = observed.excess_bytes if observed.memory_is_off else 0
+            self._hand_over(self._handover, excess_bytes)
 
     def _observe(self, step: int) -> Observation:
         plan, history = self._engine.plan, self._loop.history
