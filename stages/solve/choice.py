@@ -14,6 +14,9 @@ SMALL_ELEMENTS = 65536
 
 CHUNK_SIZES = tuple(2**power for power in range(22, 15, -1))  # 4Mi, 2Mi, ..., 64Ki elements
 
+#: for models of so many billions of parameters that those would be too many chunks: 8Mi to 64Mi elements
+LARGER_CHUNK_SIZES = tuple(2**power for power in range(23, 27))
+
 #: a program with more update chunks than this takes longer to plan than it can save
 MOST_CHUNKS = 4096
 
@@ -167,4 +170,7 @@ def chunk_sizes(problem: Problem) -> tuple[int, ...]:
 
     allowed = [size for size in CHUNK_SIZES if chunks(size) <= MOST_CHUNKS + len(problem.updated)]
     useful = [size for size in allowed if size < 2 * longest]
-    return tuple(useful or CHUNK_SIZES[-1:]) if allowed else CHUNK_SIZES[:1]
+    if allowed:
+        return tuple(useful or CHUNK_SIZES[-1:])
+    enough = [size for size in LARGER_CHUNK_SIZES if chunks(size) <= MOST_CHUNKS + len(problem.updated)]
+    return (enough[0] if enough else LARGER_CHUNK_SIZES[-1],)
