@@ -17,7 +17,7 @@ from stages.sizes import parse_size
 MEASURED = "none"
 
 #: fields that hold a size as text
-SIZE_FIELDS = ("memory", "baseline", "host_memory", "host_baseline", "disk")
+SIZE_FIELDS = ("memory", "context", "baseline", "host_memory", "host_baseline", "disk")
 _FRACTIONS = ("achievable", "memory_achievable")
 
 
@@ -34,7 +34,9 @@ class HardwareConfig:
         launch_us: What every kernel costs beside its work.
         allow_tf32: Whether fp32 matrix products may round their inputs to tf32 (torch's default: no).
         flash_attention: Whether 16-bit attention without a mask has a flash kernel (Ampere and later).
-        baseline: Device memory of the CUDA context and the libraries' workspaces.
+        context: Device memory of the CUDA context and loaded kernels: outside the allocator, so not in
+            the budget, but beside it on the device.
+        baseline: Device memory of the libraries' workspaces (cuBLAS asks the allocator for them).
         allocator_overhead: Share that the caching allocator holds beyond live bytes.
         upload_gb_s, download_gb_s: Host to device and back, from pinned memory, each alone;
             both_gb_s: each of them while the other runs too. link_latency_us: of a transfer.
@@ -56,7 +58,8 @@ class HardwareConfig:
     launch_us: float = 5.0
     allow_tf32: bool = False
     flash_attention: bool = True
-    baseline: str = "600MB"
+    context: str = "500MB"
+    baseline: str = "80MB"
     allocator_overhead: float = 0.04
     upload_gb_s: float = 0.0
     download_gb_s: float = 0.0

@@ -261,13 +261,14 @@ def for_hardware(config: RunConfig, only: str) -> RunConfig:
             found=hardware.name,
             expected="none (this machine)",
         )
-    if config.budget_bytes > hardware.size("memory"):
+    usable = hardware.size("memory") - hardware.size("context")
+    if config.budget_bytes > usable:
         raise ConfigError(
-            f"budget={config.budget} is more than the memory of {hardware.name}, "
-            f"{format_size(hardware.size('memory'))}. Give less, or another hardware.memory",
+            f"budget={config.budget} is more than {hardware.name} has: {hardware.memory} of memory less "
+            f"{hardware.context} for the CUDA context. Give at most {usable}, or another hardware.memory",
             key="budget",
             found=config.budget,
-            expected=f"at most {format_size(hardware.size('memory'))}",
+            expected=f"at most {usable} bytes",
         )
     trace = dataclasses.replace(config.trace, dynamic=False)
     never = dataclasses.replace(config.eval, every=0)
