@@ -31,7 +31,8 @@ def test_the_entries_that_were_asked_for_are_there() -> None:
 @pytest.mark.parametrize("name", [option for option in OPTIONS if option != MEASURED])
 def test_every_entry_composes_and_its_numbers_are_positive_and_consistent(name: str) -> None:
     found = composed(name).hardware
-    assert found.name == name and found.planned_for
+    assert found.name == name
+    assert found.planned_for
     for field in dataclasses.fields(found):
         value = getattr(found, field.name)
         if field.name in SIZE_FIELDS:

@@ -129,7 +129,7 @@ def _rows(found: Forecast, folder: str) -> dict[str, str]:
             if what != "gradients" and choices
         },
         "gradients": next(iter(found.placement["gradients"])),
-        "step time": f"{found.predicted_step_time_s:.3f} s (the regions compute {found.compute_time_s:.3f} s)",
+        "step time": f"{found.predicted_step_time_s:.3f} s (regions compute {found.compute_time_s:.3f} s)",
         "tokens per second": f"{found.tokens_per_s:.1f}",
     }
     if bound is not None and gap is not None:

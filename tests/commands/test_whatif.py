@@ -60,7 +60,8 @@ def test_the_same_question_is_answered_from_the_store(tmp_path: Path) -> None:
     what_if(tmp_path / "first", *question)
     again = what_if(tmp_path / "second", *question)
     assert again.returncode == 0
-    assert "roofline: unchanged" in again.stdout and "solve: unchanged" in again.stdout
+    assert "roofline: unchanged" in again.stdout
+    assert "solve: unchanged" in again.stdout
     assert read(tmp_path / "first", "forecast.json") == read(tmp_path / "second", "forecast.json")
 
 
@@ -97,8 +98,10 @@ def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path)
     assert refused.returncode == 2
     error = read(tmp_path / "small", "error.json")
     assert (error["kind"], error["key"]) == ("infeasible_budget", "tiers.disk_budget")
-    assert "host memory" in error["message"] and "on disk" in error["message"]
-    assert str(32 * GB) in error["message"] and str(100 * GB) in error["message"]
+    assert "host memory" in error["message"]
+    assert "on disk" in error["message"]
+    assert str(32 * GB) in error["message"]
+    assert str(100 * GB) in error["message"]
 
 
 @pytest.mark.slow
@@ -108,9 +111,11 @@ def test_the_ancestors_solver_test(model: str) -> None:
     found = {result.solver: result for result in results(model)}
     for solver, result in found.items():
         if solver == "resident":  # gives nothing up: the model alone is larger
-            assert result.step_s is None and result.least_feasible_bytes > budget
+            assert result.step_s is None
+            assert result.least_feasible_bytes > budget
         else:
-            assert result.peak_bytes is not None and result.peak_bytes <= budget, solver
+            assert result.peak_bytes is not None, solver
+            assert result.peak_bytes <= budget, solver
     steps = [found[solver].step_s for solver in ("greedy_sync", "greedy_async", "auto") if solver in found]
     assert all(step is not None for step in steps)
     assert steps == sorted(steps, reverse=True)  # type: ignore[type-var]

@@ -56,7 +56,8 @@ TIGHT = 90 * MEGA
 
 def test_a_host_with_room_holds_all_and_no_disk_is_needed() -> None:
     _, plan = planned(TIGHT, ROOMY)
-    assert plan.disk_bytes == 0 and not homes(plan)["disk"]
+    assert plan.disk_bytes == 0
+    assert not homes(plan)["disk"]
     assert plan.host_pool_bytes > 0
     assert plan.host_bytes > HOST_PROCESS + plan.host_pool_bytes  # and the records of the plan
     assert "disk_read" not in plan.prediction.moved_bytes
@@ -86,8 +87,8 @@ def test_what_moves_most_per_byte_stays_on_the_host() -> None:
 
 def test_a_bounce_buffer_is_booked_only_where_something_waits_on_disk() -> None:
     sketch, plan = planned(TIGHT, HOST_PROCESS + BOUNCE_BYTES + 60 * MEGA)
+    short = msgspec.structs.replace(plan, host_bytes=plan.host_bytes - BOUNCE_BYTES)
     with pytest.raises(PlanError, match="host memory"):
-        short = msgspec.structs.replace(plan, host_bytes=plan.host_bytes - BOUNCE_BYTES)
         verify(short, sketch.graph(), costs_of(sketch))
 
 
@@ -106,17 +107,20 @@ def test_the_verifier_holds_a_plan_against_host_memory() -> None:
     verify(plan, graph, costs, host_budget_bytes=plan.host_bytes)
     with pytest.raises(PlanError, match=r"tiers\.host_budget"):
         verify(plan, graph, costs, host_budget_bytes=plan.host_bytes - 1)
+    small = msgspec.structs.replace(plan, host_pool_bytes=plan.host_pool_bytes - 4096)
     with pytest.raises(PlanError, match="on host"):
-        small = msgspec.structs.replace(plan, host_pool_bytes=plan.host_pool_bytes - 4096)
         verify(small, graph, costs)
+
+
+def test_the_verifier_wants_one_home_for_a_tensor() -> None:
+    sketch, plan = planned(TIGHT, ROOMY)
+    pieces = [item for item in plan.buffers if item.role == "state" and item.extent is not None]
+    moved = msgspec.structs.replace(pieces[0], home="disk")
+    assert sum((item.owner, item.state) == (moved.owner, moved.state) for item in pieces) > 1
+    buffers = [moved if item.id == moved.id else item for item in plan.buffers]
+    torn = msgspec.structs.replace(plan, buffers=buffers, disk_bytes=ROOMY)
     with pytest.raises(PlanError, match="homes on disk and in host memory"):
-        pieces = [item for item in plan.buffers if item.role == "state" and item.extent is not None]
-        moved = msgspec.structs.replace(pieces[0], home="disk")
-        buffers = [moved if item.id == moved.id else item for item in plan.buffers]
-        owners = [item for item in pieces if (item.owner, item.state) == (moved.owner, moved.state)]
-        assert len(owners) > 1
-        wide = max(plan.disk_bytes, ROOMY)
-        verify(msgspec.structs.replace(plan, buffers=buffers, disk_bytes=wide), graph, costs)
+        verify(torn, sketch.graph(), costs_of(sketch))
 
 
 def test_on_the_processor_the_only_home_is_the_disk() -> None:
@@ -137,7 +141,8 @@ def test_host_and_disk_that_are_too_small_are_refused_by_name(solver: str) -> No
     with pytest.raises(InfeasibleBudgetError, match=str(host)) as refusal:
         planned(TIGHT, host, 10 * MEGA, solver)
     assert refusal.value.key == "tiers.disk_budget"
-    assert "host memory" in str(refusal.value) and "disk" in str(refusal.value)
+    assert "host memory" in str(refusal.value)
+    assert "disk" in str(refusal.value)
 
 
 def test_a_host_without_room_for_the_process_is_refused() -> None:

@@ -37,7 +37,8 @@ def test_costs_on_a_gpu_keep_structure_and_follow_the_entry() -> None:
     assert [cost.kind for cost in costs.regions] == sorted({region.kind for region in graph.regions})
     assert [link.name for link in costs.links] == ["upload", "download", "disk_read", "disk_write"]
     assert all(link.contended_bytes_per_s <= link.bytes_per_s for link in links_of(config.hardware))
-    assert costs.baseline_bytes == 80 * 10**6 and costs.host_baseline_bytes == 4 * 10**9
+    assert costs.baseline_bytes == 80 * 10**6
+    assert costs.host_baseline_bytes == 4 * 10**9
     # AdamW in fp32: gradient, weight and two moments read, the last three written
     assert costs.optimizer.elements_per_s == pytest.approx(3352e9 * 0.85 / 28, rel=1e-6)
 
