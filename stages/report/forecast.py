@@ -26,6 +26,7 @@ class Forecast(Struct, frozen=True, omit_defaults=False):
     parameters: int
     batch_size: int
     seq_len: int
+    micro_batches: int
     budget_bytes: int
     predicted_peak_bytes: int
     least_feasible_bytes: int
@@ -59,6 +60,7 @@ def forecast(config: RunConfig, graph: RegionGraph, costs: Costs, plan: Plan) ->
         ),
         batch_size=config.data.batch_size,
         seq_len=config.data.seq_len,
+        micro_batches=plan.placement.micro_batches,
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.prediction.peak_bytes,
         least_feasible_bytes=plan.prediction.least_feasible_bytes,
@@ -122,7 +124,7 @@ def _rows(found: Forecast, folder: str) -> dict[str, str]:
     bound, gap = found.lower_bound_step_time_s, found.optimality_gap
     rows = {
         "model": f"{found.parameters / 1e9:.2f} billion parameters",
-        "batch": f"{found.batch_size} x {found.seq_len} tokens",
+        "batch": f"{found.batch_size} x {found.seq_len} tokens, micro-batches: {found.micro_batches}",
         **{
             what: ", ".join(f"{count} {choice}" for choice, count in sorted(choices.items()))
             for what, choices in found.placement.items()

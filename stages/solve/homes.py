@@ -20,11 +20,15 @@ from stages.solve.problem import HostTier, Problem, align
 _RANK = {"weight": 0, "saved": 1, "value": 2, "gradient": 3, "master": 4, "state": 5}
 
 
+#: role, owner, state and micro-batch: what an extent belongs to
+Key = tuple[str, str, str, int]
+
+
 @dataclass(frozen=True)
 class Tenant:
     """A tensor that needs a home. bytes: of its extent; moved_bytes: in a step, both ways."""
 
-    key: tuple[str, str, str]  # role, owner, state or micro-batch
+    key: Key  # role, owner, state or micro-batch
     bytes: int
     moved_bytes: int
 
@@ -43,7 +47,7 @@ class Homes:
     disk_bytes: int
 
 
-def choose_disk(tenants: Iterable[Tenant], room_bytes: int) -> frozenset[tuple[str, str, str]]:
+def choose_disk(tenants: Iterable[Tenant], room_bytes: int) -> frozenset[Key]:
     """The keys of the tenants whose home is the disk: host memory takes the most moved per byte first.
 
     Args:
@@ -75,7 +79,7 @@ def give_homes(
     records = bookkeeping_bytes(sum(map(len, phases)), len(buffers))
     tenants = _tenants(buffers, phases)
     far = choose_disk(tenants, problem.host.room_bytes - records)
-    starts: dict[tuple[str, str, str], int] = {}
+    starts: dict[Key, int] = {}
     ends = {"host": 0, "disk": 0}
     for tenant in tenants:
         home = "disk" if tenant.key in far else "host"
@@ -97,12 +101,12 @@ def give_homes(
     return Homes(placed, ends["host"], host_bytes, ends["disk"])
 
 
-def _key(buffer: Buffer) -> tuple[str, str, str]:
-    return (buffer.role, buffer.owner, buffer.state or f"{buffer.micro_batch or ''}")
+def _key(buffer: Buffer) -> Key:
+    return (buffer.role, buffer.owner, buffer.state, buffer.micro_batch)
 
 
-def _first_extents(buffers: Iterable[Buffer]) -> dict[tuple[str, str, str], int]:
-    first: dict[tuple[str, str, str], int] = {}
+def _first_extents(buffers: Iterable[Buffer]) -> dict[Key, int]:
+    first: dict[Key, int] = {}
     for buffer in buffers:
         if buffer.extent is not None:
             first[_key(buffer)] = min(first.get(_key(buffer), buffer.extent), buffer.extent)
@@ -111,7 +115,7 @@ def _first_extents(buffers: Iterable[Buffer]) -> dict[tuple[str, str, str], int]
 
 def _tenants(buffers: Sequence[Buffer], phases: Iterable[Iterable[Draft]]) -> list[Tenant]:
     """Tensors with an extent, in the order of their buffers."""
-    moved: dict[tuple[str, str, str], int] = defaultdict(int)
+    moved: dict[Key, int] = defaultdict(int)
     for phase in phases:
         for draft in phase:
             if draft.lane != "compute":

@@ -26,8 +26,10 @@ LINKS = [
 ]
 
 
-def costs_of(sketch: Sketch) -> Costs:
-    return sketch.costs(device="cuda", source="roofline", links=LINKS, host_baseline_bytes=HOST_PROCESS)
+def costs_of(sketch: Sketch, **changes: object) -> Costs:
+    return sketch.costs(
+        device="cuda", source="roofline", links=LINKS, host_baseline_bytes=HOST_PROCESS, **changes
+    )
 
 
 def settings(budget_bytes: int, solver: str, host_bytes: int, disk_bytes: int) -> RunConfig:
@@ -75,14 +77,14 @@ def test_what_the_host_does_not_hold_goes_to_disk_and_costs_time() -> None:
 def test_what_moves_most_per_byte_stays_on_the_host() -> None:
     size = 2 * BOUNCE_BYTES
     tenants = [
-        Tenant(("state", "a", "exp_avg"), size, 2 * size),
-        Tenant(("weight", "a", ""), size, 3 * size),
-        Tenant(("saved", "r", ""), size, 2 * size),
+        Tenant(("state", "a", "exp_avg", 0), size, 2 * size),
+        Tenant(("weight", "a", "", 0), size, 3 * size),
+        Tenant(("saved", "r", "", 0), size, 2 * size),
     ]
     assert choose_disk(tenants, 3 * size) == frozenset()
-    assert choose_disk(tenants, 3 * size - 1) == {("state", "a", "exp_avg")}
+    assert choose_disk(tenants, 3 * size - 1) == {("state", "a", "exp_avg", 0)}
     # the bounce buffer takes its part of what is left
-    assert choose_disk(tenants, 2 * size) == {("state", "a", "exp_avg"), ("saved", "r", "")}
+    assert choose_disk(tenants, 2 * size) == {("state", "a", "exp_avg", 0), ("saved", "r", "", 0)}
 
 
 def test_a_bounce_buffer_is_booked_only_where_something_waits_on_disk() -> None:
@@ -149,3 +151,19 @@ def test_a_host_without_room_for_the_process_is_refused() -> None:
     with pytest.raises(InfeasibleBudgetError, match="process alone") as refusal:
         planned(TIGHT, HOST_PROCESS - 1)
     assert refusal.value.key == "tiers.host_budget"
+
+
+@pytest.mark.parametrize("solver", ["layerwise", "greedy_async"])
+def test_each_micro_batch_has_homes_of_its_own(solver: str) -> None:
+    sketch = chain(8)
+    config = settings(TIGHT, solver, HOST_PROCESS + BOUNCE_BYTES + 60 * MEGA, ROOMY)
+    config.train.micro_batches = 2
+    plan, _ = run(config, sketch.graph(), costs_of(sketch, micro_batches=2, loss="mean"))
+    assert plan.placement.micro_batches == 2
+    ends = {"host": 0, "disk": 0}
+    booked = {"host": plan.host_pool_bytes, "disk": plan.disk_bytes}
+    for buffer in plan.buffers:
+        if buffer.extent is not None:
+            last = -(-buffer.bytes // 4096) * 4096 + buffer.extent
+            ends[buffer.home] = max(ends[buffer.home], last)
+    assert ends == booked  # no gaps are booked at the end

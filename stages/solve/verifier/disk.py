@@ -19,11 +19,11 @@ def check_homes(plan: Plan) -> Aliases:
         PlanError: An extent is misaligned, beyond its home, or shared by two tensors; or one tensor has
             two homes.
     """
-    tiers: dict[tuple[str, str, str], str] = {}
+    tiers: dict[tuple[str, str, str, int], str] = {}
     for buffer in plan.buffers:
         if buffer.extent is not None:
             _require_home(plan, buffer)
-            key = (buffer.role, buffer.owner, buffer.state)
+            key = (buffer.role, buffer.owner, buffer.state, buffer.micro_batch)
             if tiers.setdefault(key, buffer.home) != buffer.home:
                 raise PlanError(f"{buffer.role} of {buffer.owner} has homes on disk and in host memory")
     aliases = _check_tier(plan, "disk", plan.disk_bytes)
