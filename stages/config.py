@@ -24,7 +24,7 @@ MISSING: Any = "???"
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 LOSSES = ("auto", "mean", "token_mean", "sum")
-SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async")
+SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async", "milp", "auto")
 REPLANNING = ("auto", "never", "always")
 DEVICES = ("auto", "cpu", "cuda")
 DATASETS = ("text", "tokens", "random")
@@ -133,7 +133,7 @@ class TrainConfig:
 
 @dataclass
 class SolverConfig:
-    name: str = MISSING  # resident | layerwise | greedy_sync | greedy_async
+    name: str = MISSING  # resident | layerwise | greedy_sync | greedy_async | milp | auto
     time_limit_s: float = 10.0
     #: whether a plan whose first steps are not as predicted is solved again with corrected costs; "always"
     #: (tests): whatever the first steps were

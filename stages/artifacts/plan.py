@@ -143,6 +143,11 @@ class Placement(Struct, frozen=True):
     #: region index -> how many regions ahead of its backward its weights and what moved are fetched;
     #: empty: as `prefetch`
     prefetch_backward: list[Integer] = []
+    #: where above 0: slots of weights and update chunks are filled in the order of their use, as early
+    #: as those on the device fit into this many bytes; `prefetch` then speaks of activations alone
+    moving_bytes: Integer = 0
+    #: with `moving_bytes`: a streamed weight stays if its next use is at most this many regions away
+    hold: Integer = 0
     #: weights that stay although their region streams
     resident_weights: list[str] = []
     #: parameter with streamed state -> its leading elements whose state stays, a multiple of 4096
@@ -163,7 +168,14 @@ class Prediction(Struct, frozen=True):
     #: lane -> bytes per step; beside an accelerator also "disk_read" and "disk_write", what of them
     #: passes through host memory
     moved_bytes: dict[str, Integer]
+    #: no program for the same costs and budget takes less time; 0: the solver gives no bound
+    lower_bound_ns: Integer = 0
     binding: str = ""  # the instruction and buffers at the peak, readable
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """How far the step may be from the fastest one, as a share of the bound."""
+        return self.step_ns / self.lower_bound_ns - 1 if self.lower_bound_ns else None
 
 
 class Plan(Struct, frozen=True):

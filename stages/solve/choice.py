@@ -12,13 +12,13 @@ from stages.solve.problem import Problem, align
 #: costs more than its bytes
 SMALL_ELEMENTS = 65536
 
-CHUNK_SIZES = tuple(2**power for power in range(22, 15, -1))  # 4Mi, 2Mi, ..., 64Ki elements
+CHUNK_SIZES = tuple(2**power for power in range(26, 15, -1))  # 64Mi, 32Mi, ..., 64Ki elements
 
 #: for models of so many billions of parameters that those would be too many chunks: 8Mi to 64Mi elements
 LARGER_CHUNK_SIZES = tuple(2**power for power in range(23, 27))
 
 #: a program with more update chunks than this takes longer to plan than it can save
-MOST_CHUNKS = 4096
+MOST_CHUNKS = 2048
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Choice:
     """weights, state: whether streamed, per region and per state group.
 
     held: weight groups that stay although their region streams. kept: leading elements whose state
-    stays, of parameters in streamed state groups. prefetch: see `Problem.distances`.
+    stays, of parameters in streamed state groups. prefetch: see `Problem.distances`. moving_bytes, hold:
+    as in Placement; estimates know nothing of them.
     """
 
     weights: list[bool]
@@ -97,6 +98,8 @@ class Choice:
     prefetch: list[int] = field(default_factory=list)
     held: frozenset[int] = frozenset()
     kept: dict[str, int] = field(default_factory=dict)
+    moving_bytes: int = 0
+    hold: int = 0
 
     def copy(self) -> Choice:
         return replace(
@@ -145,6 +148,8 @@ def to_placement(problem: Problem, choice: Choice) -> Placement:
         prefetch=choice.prefetch[: len(problem.regions)],
         chunk_slots=choice.chunk_slots,
         prefetch_backward=choice.prefetch[: len(problem.regions) - 1 : -1],
+        moving_bytes=choice.moving_bytes,
+        hold=choice.hold,
         resident_weights=_held_weights(problem, choice),
         resident_elements={name: count for name, count in choice.kept.items() if state[name] == "streamed"},
         micro_batches=problem.micro_batches,
@@ -163,7 +168,7 @@ def chunk_sizes(problem: Problem) -> tuple[int, ...]:
     """Chunk lengths worth trying, longest first."""
     longest = max((parameter.elements for parameter in problem.updated), default=1)
     if not problem.optimizer.chunkable:
-        return CHUNK_SIZES[:1]
+        return CHUNK_SIZES[:1]  # whole parameters
 
     def chunks(size: int) -> int:
         return sum(-(-parameter.elements // size) for parameter in problem.updated)

@@ -14,13 +14,20 @@ from operator import add
 
 from stages.artifacts.plan import bookkeeping_bytes
 from stages.artifacts.slicing import VERTICAL
-from stages.solve.choice import Choice, StateGroup, WeightGroup, state_groups, weight_groups
+from stages.solve.choice import (
+    Choice,
+    StateGroup,
+    WeightGroup,
+    everything_resident,
+    state_groups,
+    weight_groups,
+)
 from stages.solve.homes import NO_SPILL, Spill, spill_of
 from stages.solve.lowering.step import saved_uses, value_uses
 from stages.solve.lowering.windows import Window, windows
 from stages.solve.moments import Memory, Positions
 from stages.solve.pace import Transfer, UpdateCost, Updated, step_ns, update_cost, whole_pieces
-from stages.solve.problem import PlannedParameter, PlannedRegion, Problem
+from stages.solve.problem import PlannedParameter, PlannedRegion, Problem, align
 
 #: (position, bytes that begin or, negative, end there)
 Change = tuple[tuple[int, int], ...]
@@ -103,7 +110,7 @@ class Estimator(Positions):
 
     def _details(self, choice: Choice) -> _Details:
         streamed = [
-            index not in choice.held and any([choice.weights[region] for region in group.regions])
+            index not in choice.held and any(choice.weights[region] for region in group.regions)
             for index, group in enumerate(self.weights)
         ]
         spill = self._spill(choice, streamed)
@@ -219,8 +226,8 @@ class Estimator(Positions):
     def _dynamic(self, choice: Choice) -> list[int]:
         change, work = list(self._base), [0] * self.positions
         for name in choice.values:
-            self._apply(change, self._value_change(name, choice, moves=False), -1)
-            self._apply(change, self._value_change(name, choice, moves=True), 1)
+            self._apply(change, self.value_change(name, choice, moves=False), -1)
+            self._apply(change, self.value_change(name, choice, moves=True), 1)
         for region in self.problem.regions:
             how = choice.activations[region.index]
             back = self.problem.distance_of(region.index, forward=False)
@@ -228,7 +235,7 @@ class Estimator(Positions):
             if how == "move":
                 known = (*known, choice.prefetch[region.index], choice.prefetch[back])
             if known not in self._cache:
-                self._cache[known] = self._region_change(region, choice)
+                self._cache[known] = self.region_change(region, choice)
             ends, forward_work, backward_work = self._cache[known]  # type: ignore[misc]
             self._apply(change, ends, 1)
             for batch in self._batches:
@@ -257,7 +264,7 @@ class Estimator(Positions):
             change += [(first, size), (last + 1, -size)]
         return tuple(change)
 
-    def _value_change(self, name: str, choice: Choice, *, moves: bool) -> Change:
+    def value_change(self, name: str, choice: Choice, *, moves: bool) -> Change:
         size, change = self.problem.values[name].bytes, []
         for batch in self._batches:
             slots = self._value_slots[name, batch]
@@ -268,7 +275,7 @@ class Estimator(Positions):
             change += self._stay_change(stays, size, lag)
         return tuple(change)
 
-    def _region_change(self, region: PlannedRegion, choice: Choice) -> tuple[Change, int, int]:
+    def region_change(self, region: PlannedRegion, choice: Choice) -> tuple[Change, int, int]:
         """Saved activations; workspace forward and backward."""
         cost = region.cost
         how = choice.activations[region.index]
@@ -315,6 +322,32 @@ class Estimator(Positions):
             if problem.micro_batches == 1:
                 self._new_gradients[max(parameter.gradient_regions)] += parameter.bytes
         return change
+
+    def dynamic(self, choice: Choice) -> list[int]:
+        """Bytes of tensors outside the arena, with workspace, at each position."""
+        return self._dynamic(choice)
+
+    def moved_bytes(self, choice: Choice, region: int) -> int:
+        """Bytes that leave for disk after a region's forward."""
+        planned = self.problem.regions[region]
+        saved = planned.saved_extent_bytes if choice.activations[region] == "move" else 0
+        values = [self.problem.values[name] for name in planned.outputs if name in choice.values]
+        return saved + sum(align(value.bytes) for value in values)
+
+    def base_change(self, position: int) -> int:
+        """How dynamic memory that no choice alters changes at a position."""
+        return self._base[position]
+
+    def value_windows(self, name: str, choice: Choice, batch: int) -> list[Window]:
+        """When a micro-batch's value that moves is on the device."""
+        slots, lag = self._value_slots[name, batch], choice.prefetch[self.problem.values[name].producer]
+        return self._windows(("value", name, batch), slots, choice, lag)
+
+    def gradient_bytes(self, gradients: str) -> list[int]:
+        """Gradients of parameters at each position, if fetches and stores are beside their use."""
+        choice = everything_resident(self.problem)
+        choice.gradients = gradients
+        return list(accumulate(self._change_by_gradients(choice)[:-1]))
 
     def _add_gradients(self, change: list[int], choice: Choice) -> None:
         leads = tuple(choice.prefetch) if choice.gradients == "move" else ()

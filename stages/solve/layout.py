@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from stages.artifacts.errors import ConfigError
 from stages.artifacts.plan import Buffer
@@ -23,9 +24,6 @@ from stages.solve.lowering.draft import Residency
 from stages.solve.problem import align
 
 POLICIES = ("packed", "tight")
-
-#: program positions in one bucket of the index of placed buffers
-_BUCKET = 32
 
 
 @dataclass(frozen=True)
@@ -97,40 +95,49 @@ def _requests(buffers: Sequence[Buffer], residencies: Sequence[Iterable[Residenc
 
 def _pack(order: Sequence[Request], *, best_fit: bool) -> tuple[dict[int, int], int]:
     offsets: dict[int, int] = {}
-    placed: dict[int, set[tuple[int, int, Request]]] = defaultdict(set)
+    placed = _Placed(sum(len(request.stays) for request in order))
     top = 0
-    for number, request in enumerate(order):
-        buckets = {bucket for span in request.stays for bucket in _buckets(span)}
-        neighbours = set().union(*(placed[bucket] for bucket in buckets if bucket in placed))
-        taken = sorted(
-            (offset, offset + other.bytes)
-            for offset, _, other in neighbours
-            if _meet(request.stays, other.stays)
-        )
-        offset = _gap(taken, request.bytes, best_fit=best_fit)
+    for request in order:
+        offset = _gap(*placed.beside(request), request.bytes, best_fit=best_fit)
         offsets[request.buffer] = offset
         top = max(top, offset + request.bytes)
-        for bucket in buckets:
-            placed[bucket].add((offset, number, request))
+        placed.add(request, offset)
     return offsets, top
 
 
-def _buckets(span: tuple[int, int]) -> range:
-    return range(span[0] // _BUCKET, span[1] // _BUCKET + 1)
+class _Placed:
+    """Stays of the buffers that have their offset, as columns."""
+
+    def __init__(self, stays: int) -> None:
+        self._count = 0
+        self._first, self._last = np.zeros(stays, np.int64), np.zeros(stays, np.int64)
+        self._bottom, self._top = np.zeros(stays, np.int64), np.zeros(stays, np.int64)
+
+    def add(self, request: Request, offset: int) -> None:
+        for first, last in request.stays:
+            self._first[self._count], self._last[self._count] = first, last
+            self._bottom[self._count], self._top[self._count] = offset, offset + request.bytes
+            self._count += 1
+
+    def beside(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
+        """Bottoms and tops of what is on the device together with `request`, from low to high."""
+        firsts, lasts = self._first[: self._count], self._last[: self._count]
+        meets = np.zeros(self._count, bool)
+        for first, last in request.stays:
+            meets |= (firsts <= last) & (lasts >= first)
+        bottoms, tops = self._bottom[: self._count][meets], self._top[: self._count][meets]
+        order = np.argsort(bottoms, kind="stable")
+        return bottoms[order], tops[order]
 
 
-def _meet(left: tuple[tuple[int, int], ...], right: tuple[tuple[int, int], ...]) -> bool:
-    return any(start <= end_ and start_ <= end for start, end in left for start_, end_ in right)
-
-
-def _gap(taken: Sequence[tuple[int, int]], size: int, *, best_fit: bool) -> int:
-    """The offset of the smallest hole between `taken` spans that holds `size`, else of their top."""
-    cursor, best, best_size = 0, -1, 0
-    for start, end in taken:
-        hole = start - cursor
-        if hole >= size and (best < 0 or hole < best_size):
-            best, best_size = cursor, hole
-            if not best_fit:
-                break
-        cursor = max(cursor, end)
-    return cursor if best < 0 else best
+def _gap(bottoms: np.ndarray, tops: np.ndarray, size: int, *, best_fit: bool) -> int:
+    """The offset of the smallest hole between taken spans that holds `size`, else of their top."""
+    if not len(bottoms):
+        return 0
+    below = np.concatenate(([0], np.maximum.accumulate(tops)))
+    holes = bottoms - below[:-1]
+    fitting = np.flatnonzero(holes >= size)
+    if not len(fitting):
+        return int(below[-1])
+    chosen = fitting[np.argmin(holes[fitting])] if best_fit else fitting[0]
+    return int(below[chosen])

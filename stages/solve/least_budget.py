@@ -73,7 +73,13 @@ def least_feasible_bytes(task: Task, frugal: Candidate) -> int:
     return max(budget_for(frugal.simulation.peak_bytes), task.problem.stage_peak_bytes)
 
 
-def settle(task: Task, solver: str, found: Iterable[Candidate | None], frugal: Candidate) -> Solution:
+def settle(
+    task: Task,
+    solver: str,
+    found: Iterable[Candidate | None],
+    frugal: Candidate,
+    lower_bound_ns: int = 0,
+) -> Solution:
     """The fastest of `found` and `frugal` that keeps every budget.
 
     Raises:
@@ -93,7 +99,7 @@ def settle(task: Task, solver: str, found: Iterable[Candidate | None], frugal: C
             expected=f"at least {needed} bytes",
         )
     chosen = min(fitting, key=lambda candidate: candidate.simulation.step_ns)
-    return Solution(solver, chosen.program, chosen.simulation, least_feasible_bytes(task, frugal))
+    return Solution(solver, chosen, least_feasible_bytes(task, frugal), lower_bound_ns)
 
 
 def require_budget(task: Task, solver: str, frugal: Candidate) -> None:

@@ -57,6 +57,7 @@ def run(
             evaluation=of_evaluation,
             disk_budget_bytes=tiers.disk_bytes,
             layout=layout,
+            time_limit_s=config.solver.time_limit_s,
         )
         for count, order in cuts(config, costs)
     ]
@@ -115,6 +116,7 @@ def _plan(task: Task, solution: Solution, loss: str, solve_ns: int) -> Plan:
             peak_bytes=simulation.peak_bytes,
             step_ns=simulation.step_ns,
             least_feasible_bytes=solution.least_feasible_bytes,
+            lower_bound_ns=solution.lower_bound_ns,
             moved_bytes=simulation.moved_bytes,
             binding=simulation.binding,
         ),

@@ -13,7 +13,7 @@ from stages.solve.lowering.draft import PhaseDraft
 from stages.solve.lowering.evaluate import lower_evaluation
 from stages.solve.lowering.slots import wait_for_slots
 from stages.solve.lowering.step import StepLowering
-from stages.solve.lowering.update import UpdateStream, units_of
+from stages.solve.lowering.update import UpdateStream, units_of, update_reads
 from stages.solve.problem import Problem
 
 
@@ -96,7 +96,8 @@ def _lower_update(problem: Problem, placement: Placement, table: BufferTable) ->
         draft.consumed.update(gradients)
     else:
         draft = PhaseDraft("update", [*draft.device, *gradients], draft.disk)
-    updates = UpdateStream(problem, draft, units, placement.chunk_slots - 1)
+    reads = update_reads(problem, table, draft, units, placement) if placement.moving_bytes else None
+    updates = UpdateStream(problem, draft, units, placement.chunk_slots - 1, reads)
     for parameter in problem.updated:
         updates.run(parameter.name)
     return draft

@@ -9,7 +9,8 @@ from stages.artifacts.plan import Placement
 from stages.artifacts.slicing import VERTICAL
 from stages.solve.lowering.buffers import BufferTable
 from stages.solve.lowering.draft import PhaseDraft
-from stages.solve.lowering.update import UpdateStream, units_of
+from stages.solve.lowering.reads import QueuedRead, ReadAhead
+from stages.solve.lowering.update import Unit, UpdateStream, units_of
 from stages.solve.lowering.windows import windows
 from stages.solve.problem import PlannedParameter, PlannedRegion, PlannedValue, Problem, Turn
 
@@ -17,12 +18,14 @@ from stages.solve.problem import PlannedParameter, PlannedRegion, PlannedValue, 
 class Schedule:
     """What begins and ends in which region slot.
 
-    fetches: slot -> (slot of the use, buffer), read before the slot's compute.
+    weights: slot -> (slot of the use, weight), read before the slot's compute.
+    fetches: the same of tensors outside the arena.
     ends: slot -> buffers that end with the slot's forward or backward.
     late_ends: slot -> buffers on their way to disk, which must have left before the slot begins.
     """
 
     def __init__(self) -> None:
+        self.weights: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.fetches: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.ends: dict[int, list[int]] = defaultdict(list)
         self.late_ends: dict[int, list[int]] = defaultdict(list)
@@ -109,9 +112,12 @@ def _schedule_weight(
     lead: Callable[[int], int],
 ) -> None:
     buffer = table.weight(parameter)
-    stays = windows(weight_uses(problem, parameter), lead)
+    if placement.moving_bytes:
+        stays = windows(weight_uses(problem, parameter), lambda _: 0, placement.hold)
+    else:
+        stays = windows(weight_uses(problem, parameter), lead)
     for stay in stays:
-        schedule.fetches[stay.fetch].append((stay.first, buffer))
+        schedule.weights[stay.fetch].append((stay.first, buffer))
     updated_in_place = parameter.updated and not parameter.has_master and placement.gradients == "consume"
     for stay in stays[:-1] if updated_in_place else stays:
         schedule.ends[stay.last].append(buffer)
@@ -146,8 +152,22 @@ class StepLowering:
             for parameter in (problem.updated if consumed else ())
             for unit in units_of(problem, placement, table, parameter, deferred=False)
         ]
-        self._updates = UpdateStream(problem, draft, units, placement.chunk_slots - 1)
+        self._reads = self._read_ahead(units) if placement.moving_bytes else None
+        self._updates = UpdateStream(problem, draft, units, placement.chunk_slots - 1, self._reads)
         self._written: dict[int, int] = {}
+
+    def _read_ahead(self, units: list[Unit]) -> ReadAhead:
+        """All fetches of slots: weights before their region's turn, chunks before their update."""
+        reads = [
+            QueuedRead(buffer, (first, 0, 0))
+            for weights in self._schedule.weights.values()
+            for first, buffer in weights
+        ]
+        for number, unit in enumerate(units):
+            slot = self._problem.update_slot(unit.parameter.update_region)
+            reads.extend(QueuedRead(buffer, (slot, 1, number)) for buffer in unit.fetch)
+        reads.sort(key=lambda read: read.order)
+        return ReadAhead(self._draft, self._table.buffers, reads, self._placement.moving_bytes)
 
     def run(self) -> None:
         for slot, turn in enumerate(self._problem.turns):
@@ -172,7 +192,13 @@ class StepLowering:
 
     def _begin(self, slot: int) -> None:
         self._vacate(slot)
-        for _, buffer in sorted(self._schedule.fetches[slot]):
+        fetches = self._schedule.fetches[slot]
+        if self._reads is None:
+            fetches = [*self._schedule.weights[slot], *fetches]
+        else:
+            self._reads.require((slot, 0, 0))
+            self._reads.advance()
+        for _, buffer in sorted(fetches):
             # not before the previous slot has ended: that is what `prefetch` counts
             self._draft.read(buffer, after=[self._draft.last_compute])
 

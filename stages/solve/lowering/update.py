@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from stages.artifacts.plan import Placement
 from stages.solve.lowering.buffers import BufferTable, Span, spans_of
 from stages.solve.lowering.draft import PhaseDraft
+from stages.solve.lowering.reads import QueuedRead, ReadAhead
 from stages.solve.problem import PlannedParameter, Problem
 
 
@@ -96,9 +97,17 @@ class UpdateStream:
     Args:
         units: All updates of the phase, in order.
         ahead: Chunks that are fetched before the update in front of them has run.
+        reads: Who fetches instead, in the order of use; None: this stream itself.
     """
 
-    def __init__(self, problem: Problem, draft: PhaseDraft, units: list[Unit], ahead: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        draft: PhaseDraft,
+        units: list[Unit],
+        ahead: int,
+        reads: ReadAhead | None = None,
+    ) -> None:
         self._problem = problem
         self._draft = draft
         self._units = units
@@ -107,10 +116,12 @@ class UpdateStream:
         self._next_unit = 0
         self._ahead = ahead
         self._in_flight = 0
+        self._reads = reads
 
     def fetch_ahead(self) -> None:
         """Fetches for the next units, as many chunks as may be on the device beside the current one."""
-        self._fetch(self._ahead - self._in_flight)
+        if self._reads is None:
+            self._fetch(self._ahead - self._in_flight)
 
     def run(self, parameter: str) -> None:
         """Emits the updates of `parameter`, which must be next."""
@@ -119,11 +130,8 @@ class UpdateStream:
 
     def _run_next(self) -> None:
         index, unit = self._next_unit, self._units[self._next_unit]
-        while self._next_fetch < len(self._fetching) and self._fetching[self._next_fetch] <= index:
-            self._fetch(1)
+        self._fetch_for(index)
         self._next_unit += 1
-        self._in_flight -= bool(unit.fetch)
-        self.fetch_ahead()
         draft = self._draft.compute(
             "update",
             reads=unit.reads,
@@ -135,6 +143,21 @@ class UpdateStream:
         draft.parameter, draft.start, draft.count = unit.parameter.name, unit.start, unit.count
         for buffer in unit.store:
             self._draft.write(buffer, free=True)
+        if self._reads is not None:
+            self._reads.advance()
+
+    def _fetch_for(self, index: int) -> None:
+        """Fetches what unit `index` needs, and what may be fetched beside it."""
+        unit = self._units[index]
+        if self._reads is not None:
+            slot = self._problem.update_slot(unit.parameter.update_region)
+            self._reads.require((slot, 1, index))
+            self._reads.advance()
+            return
+        while self._next_fetch < len(self._fetching) and self._fetching[self._next_fetch] <= index:
+            self._fetch(1)
+        self._in_flight -= bool(unit.fetch)
+        self._fetch(self._ahead - self._in_flight)
 
     def _fetch(self, chunks: int) -> None:
         for index in self._fetching[self._next_fetch : self._next_fetch + max(0, chunks)]:
@@ -142,3 +165,15 @@ class UpdateStream:
                 self._draft.read(buffer)
             self._next_fetch += 1
             self._in_flight += 1
+
+
+def update_reads(
+    problem: Problem, table: BufferTable, draft: PhaseDraft, units: list[Unit], placement: Placement
+) -> ReadAhead:
+    """The fetches of an update phase by itself."""
+    reads = [
+        QueuedRead(buffer, (problem.update_slot(unit.parameter.update_region), 1, number))
+        for number, unit in enumerate(units)
+        for buffer in unit.fetch
+    ]
+    return ReadAhead(draft, table.buffers, reads, placement.moving_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stages.solve.solvers import greedy_async, greedy_sync, layerwise, resident
+from stages.solve.solvers import auto, greedy_async, greedy_sync, layerwise, milp, resident
 from stages.solve.solvers.task import Solution, Task
 
 SOLVERS: dict[str, Callable[[Task], Solution]] = {
@@ -12,4 +12,6 @@ SOLVERS: dict[str, Callable[[Task], Solution]] = {
     "layerwise": layerwise.solve,
     "greedy_sync": greedy_sync.solve,
     "greedy_async": greedy_async.solve,
+    "milp": milp.solve,
+    "auto": auto.solve,
 }

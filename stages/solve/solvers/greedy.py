@@ -94,6 +94,10 @@ class Profit:
     freed: float
 
 
+#: (negated profit, number, item)
+Heap = list[tuple[tuple[float, float, float], int, Item]]
+
+
 @dataclass(frozen=True)
 class State:
     """A choice with what it is estimated to need and take."""
@@ -133,10 +137,14 @@ class Greedy:
         ]
         heapq.heapify(heap)
         while state.memory.peak_bytes > self._target:
-            item = self._pick(state, heap)
-            if item is None:
+            picked = self._pick(state, heap)
+            if picked is None:
                 return self._repair(state)
-            state = self._state(item.apply(state.choice))
+            item, profit = picked
+            choice = item.apply(state.choice)
+            for other in self._alike(item, int(self._over(state) / (4 * max(1.0, profit.freed))), heap):
+                choice = other.apply(choice)
+            state = self._state(choice)
         return (self._give_back(state) if start is None else state).choice
 
     def _start(self) -> Choice:
@@ -193,7 +201,23 @@ class Greedy:
             return (2.0, 0.0, 0.0)
         return (-float(profit.hidden), -profit.ratio, -profit.freed)
 
-    def _pick(self, state: State, heap: list[tuple[tuple[float, float, float], int, Item]]) -> Item | None:
+    def _over(self, state: State) -> float:
+        """What all that is still to be freed amounts to, counted as profits count it."""
+        slack = state.memory.peak_bytes - state.memory.worst_moment_bytes
+        return self._excess(state.memory, slack) + state.memory.peak_bytes - self._target
+
+    @staticmethod
+    def _alike(item: Item, count: int, heap: Heap) -> list[Item]:
+        """Takes the next items off the heap while they are of the same sort: far from the target, one
+        by one they would be picked next all the same, each after looking at all others again."""
+        taken = []
+        while len(taken) < count and heap and heap[0][2].kind == item.kind:
+            if heap[0][2].prefetch != item.prefetch:
+                break
+            taken.append(heapq.heappop(heap)[2])
+        return taken
+
+    def _pick(self, state: State, heap: Heap) -> tuple[Item, Profit] | None:
         """The item of best profit. Profits change little from one pick to the next, so only the top
         is looked at again (lazy evaluation)."""
         useless = []
@@ -207,7 +231,7 @@ class Greedy:
             if profit.freed <= 0:
                 useless.append(entry)
             elif not heap or entry <= heap[0]:
-                picked = item
+                picked = item, profit
             else:
                 heapq.heappush(heap, entry)
         for entry in useless:

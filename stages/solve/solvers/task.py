@@ -33,13 +33,17 @@ def budget_for(peak_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem under budgets in bytes. `layout`: see `stages.solve.layout`."""
+    """A problem under budgets in bytes, to be solved in about `time_limit_s`.
+
+    layout: see `stages.solve.layout`.
+    """
 
     problem: Problem
     budget_bytes: int
     evaluation: Problem | None = None
     disk_budget_bytes: int | None = None
     layout: str = "packed"
+    time_limit_s: float = 10.0
 
     @property
     def limit_bytes(self) -> int:
@@ -75,12 +79,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Solution:
-    """A solver's answer. least_feasible_bytes: the smallest budget that this solver plans."""
+    """A solver's answer.
+
+    least_feasible_bytes: the smallest budget that this solver plans. lower_bound_ns: no program for this
+    problem and budget takes less time; 0 where the solver gives no bound.
+    """
 
     solver: str
-    program: Program
-    simulation: Simulation
+    candidate: Candidate
     least_feasible_bytes: int
+    lower_bound_ns: int = 0
+
+    @property
+    def program(self) -> Program:
+        return self.candidate.program
+
+    @property
+    def simulation(self) -> Simulation:
+        return self.candidate.simulation
 
 
 def realise(task: Task, choice: Choice) -> Candidate:

@@ -1,0 +1,72 @@
+"""Reads in the order of their use, as early as there is room: what a placement's `moving_bytes` asks for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from stages.artifacts.plan import Buffer
+from stages.solve.lowering.draft import PhaseDraft
+from stages.solve.problem import align
+
+
+@dataclass(frozen=True)
+class QueuedRead:
+    """A slot to fill. order: of its first use; ties are read in the order of the queue."""
+
+    buffer: int
+    order: tuple[int, ...]
+
+
+class ReadAhead:
+    """Emits queued reads while what is on the device and moves stays within a capacity.
+
+    Earliest use first, each as early as room allows: no other order of the same reads ends sooner.
+
+    Args:
+        reads: In the order of their first use.
+        capacity_bytes: Slots of moving buffers at any point of the program. What is needed at once is
+            read even beyond it.
+    """
+
+    def __init__(
+        self, draft: PhaseDraft, buffers: Sequence[Buffer], reads: Iterable[QueuedRead], capacity_bytes: int
+    ) -> None:
+        self._draft = draft
+        self._buffers = buffers
+        self._queue = deque(reads)
+        self._capacity_bytes = capacity_bytes
+        self._inside: dict[int, int] = {}
+        self._freed = -1
+
+    def advance(self) -> None:
+        """Emits what there is room for."""
+        freed = len(self._draft.residencies)
+        if not self._queue or freed == self._freed:
+            return  # nothing has left since there was no room
+        self._freed = freed
+        self._inside = {
+            buffer: size for buffer, size in self._inside.items() if self._draft.is_present(buffer)
+        }
+        room = self._capacity_bytes - sum(self._inside.values())
+        while self._queue:
+            buffer = self._queue[0].buffer
+            # one that is still there for an earlier use cannot be read again yet
+            if self._draft.is_present(buffer) or self._bytes(buffer) > room:
+                return
+            room -= self._bytes(buffer)
+            self._emit()
+
+    def require(self, order: tuple[int, ...]) -> None:
+        """Emits whatever is first used at `order` or before and has not been emitted."""
+        while self._queue and self._queue[0].order <= order:
+            self._emit()
+
+    def _emit(self) -> None:
+        buffer = self._queue.popleft().buffer
+        self._draft.read(buffer)
+        self._inside[buffer] = self._bytes(buffer)
+
+    def _bytes(self, buffer: int) -> int:
+        return align(self._buffers[buffer].bytes)
