@@ -35,6 +35,7 @@ class Summary(Struct, frozen=True, omit_defaults=False):
     moved_bytes_per_step: dict[str, int]  # "disk_read", "disk_write"
     placement: dict[str, dict[str, int]]  # what -> choice -> count
     step_peak_bytes: list[int] = []
+    step_times_s: list[float] = []
     evaluations: list[dict[str, float]] = []
     #: the step after which the run went over to another plan; None: it kept its plan
     replanned_at: int | None = None

@@ -91,11 +91,13 @@ def _origin_rows(run: Run) -> list[tuple[str, str]]:
 
 
 def _busy_rows(timelines: Sequence[Timeline]) -> list[tuple[str, str, str]]:
-    """Seconds in which each lane worked, in the prediction and in the last measured step."""
+    """Seconds in which each lane worked, in the prediction and in the last measured step; updates apart
+    from the regions, whose time another optimizer would not change."""
     busy: dict[str, dict[str, int]] = {}
     for timeline in shown_timelines(timelines):
         for event in timeline.events:
-            lane = busy.setdefault(event.lane, {})
+            name = "compute, updates" if event.name.startswith("update ") else event.lane
+            lane = busy.setdefault(name, {})
             lane[timeline.source] = lane.get(timeline.source, 0) + event.end_ns - event.start_ns
 
     def seconds(lane: str, source: str) -> str:

@@ -69,6 +69,7 @@ def summarise(
         moved_bytes_per_step=_moved_bytes(history.moved_bytes[loop.steps_before :]),
         placement=_placement(plan),
         step_peak_bytes=history.step_peak_bytes,
+        step_times_s=history.step_times_s,
         evaluations=history.evaluations,
         **_origin(plan, origin, replanned=replanned),
     )

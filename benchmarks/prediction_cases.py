@@ -1,0 +1,139 @@
+"""What `benchmarks.prediction` runs, and running it: the command, as a user gives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stages.artifacts import envelope
+from stages.artifacts.plan import Plan
+from stages.artifacts.summary import Summary
+from stages.solve.solvers.task import budget_for
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQ_LEN = 512
+BUDGETS = 4
+#: so large that everything stays on the device
+_AMPLE = "1000GB"
+
+#: name in the table -> overrides. The T5 has six layers each way: 124 million parameters, as GPT-2 has
+MODELS = {
+    "gpt2": ["+model=gpt2"],
+    "bert": ["+model=bert-base"],
+    "t5": ["+model=t5-base", "model.arguments.num_layers=6", "model.arguments.num_decoder_layers=6"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a batch: traced and profiled once, planned for several budgets."""
+
+    model: str
+    precision: str
+    batch_size: int
+    seq_len: int = SEQ_LEN
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.precision} {self.batch_size}x{self.seq_len}"
+
+    @property
+    def overrides(self) -> list[str]:
+        sizes = [f"data.batch_size={self.batch_size}", f"data.seq_len={self.seq_len}"]
+        return [*MODELS[self.model], f"precision={self.precision}", "data=random", *sizes]
+
+
+class CommandFailedError(Exception):
+    """A command of ours ended otherwise than expected; the message holds the end of what it printed."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One finished job. others_share: of the processors' time, what other processes took meanwhile."""
+
+    case: str
+    budget_bytes: int
+    repeat: int
+    peak_bytes: int
+    runtime_peak_bytes: int
+    predicted_peak_bytes: int
+    least_feasible_bytes: int
+    step_times_s: list[float]
+    predicted_step_time_s: float
+    moved_bytes: int
+    others_share: float
+
+
+def cases(models: Iterable[str], precisions: Iterable[str], batches: list[int], *, full: bool) -> list[Case]:
+    """Every combination with `full`; else each model and precision once, with the batch sizes in turn."""
+    combined = [(model, precision) for model in models for precision in precisions]
+    if full:
+        return [Case(*pair, batch) for pair in combined for batch in batches]
+    # shifted by one from model to model, so that neither precision always has the same size
+    shifts = [index + index // 2 for index in range(len(combined))]
+    return [Case(*pair, batches[shift % len(batches)]) for pair, shift in zip(combined, shifts, strict=True)]
+
+
+def budgets_of(case: Case, work: Path) -> list[int]:
+    """From the least feasible budget to one that keeps everything on the device, geometrically spaced.
+
+    Traces and profiles the case where the store in `work` has not got it yet.
+    """
+    folder = work / "plans" / case.name.replace(" ", "-")
+    for stage in ("stages.trace", "stages.trace.profile", "stages.solve"):
+        _command(stage, case, folder, work, f"budget={_AMPLE}")
+    plan = envelope.load(folder / "plan.json", Plan)
+    least = plan.prediction.least_feasible_bytes
+    ratio = max(1.0, budget_for(plan.prediction.peak_bytes) / least)
+    return [round(least * ratio ** (index / (BUDGETS - 1))) for index in range(BUDGETS)]
+
+
+def run(case: Case, budget_bytes: int, repeat: int, steps: int, work: Path) -> Run:
+    """A short training run in the case's store.
+
+    Raises:
+        CommandFailedError: It did not end well.
+    """
+    folder = work / "runs" / f"{case.name.replace(' ', '-')}-{budget_bytes}"
+    before, started = _processor_s(), time.monotonic()
+    _command("stages.run", case, folder, work, f"budget={budget_bytes}", f"steps={steps}")
+    after, elapsed = _processor_s(), time.monotonic() - started
+    others_s = (after[0] - before[0]) - (after[1] - before[1])
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    return Run(
+        case=case.name,
+        budget_bytes=budget_bytes,
+        repeat=repeat,
+        peak_bytes=summary.peak_bytes,
+        runtime_peak_bytes=summary.peak_bytes_by_stage["runtime"],
+        predicted_peak_bytes=summary.predicted_peak_bytes,
+        least_feasible_bytes=summary.least_feasible_bytes,
+        step_times_s=summary.step_times_s,
+        predicted_step_time_s=summary.predicted_step_time_s,
+        moved_bytes=sum(summary.moved_bytes_per_step.values()),
+        others_share=min(1.0, max(0.0, others_s / elapsed / (os.cpu_count() or 1))),
+    )
+
+
+def _command(module: str, case: Case, folder: Path, work: Path, *settings: str) -> None:
+    line = [sys.executable, "-m", module, *case.overrides, *settings, f"hydra.run.dir={folder}"]
+    line += [f"store={work / 'store'}", f"tiers.disk={work / 'disk'}"]
+    done = subprocess.run(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise CommandFailedError(f"{' '.join(line[1:])} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+
+
+def _processor_s() -> tuple[float, float]:
+    """Processor seconds of all processes so far (/proc/stat), and of this one and its finished children."""
+    columns = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    ticks = sum(int(columns[index]) for index in (0, 1, 2, 5, 6, 7) if index < len(columns))
+    own = os.times()
+    return ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system + own.children_user + own.children_system
