@@ -37,7 +37,7 @@ from stages.trace.profile.training_process import (
 
 #: for the rounds of all region kinds together, beyond the four runs that each one gets alone
 _TIMING_S = 12.0
-_LINKS_S = 9.0
+_LINKS_S = 6.0
 
 
 def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
