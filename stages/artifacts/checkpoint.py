@@ -64,6 +64,8 @@ class Checkpoint(Struct, frozen=True):
     update_counts: dict[str, Natural]
     #: of the loss scale; None where there is none
     scaler: dict[str, float] | None
+    #: slices that each batch was cut into, on which the numbers depend
+    micro_batches: Natural
     #: state of torch's CPU generator, base64
     random_state: str
     progress: Progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -12,10 +13,10 @@ from stages.artifacts import graph as g
 from stages.artifacts.costs import Costs
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
-from stages.config import ExportConfig, RunConfig
+from stages.config import ExportConfig, RunConfig, TrainConfig
 from stages.runtime.stage import Surroundings, run
 from tests.models_for_tests import BY_NAME, SmallModel
-from tests.parity.harness import RESIDENT, Variant, config_of, costs_of, plan_of, traced
+from tests.parity.harness import RESIDENT, Variant, config_of, costs_of, plan_of, sliced_costs, traced
 
 ROWS = 2
 
@@ -25,10 +26,13 @@ class Job:
 
     Args:
         folder: Gets scratch files and exports.
+        micro_batches: Slices of each batch.
         changes: Fields of `RunConfig`.
     """
 
-    def __init__(self, name: str, precision: str, folder: Path, **changes: object) -> None:
+    def __init__(
+        self, name: str, precision: str, folder: Path, *, micro_batches: int = 1, **changes: Any
+    ) -> None:
         self.model: SmallModel = BY_NAME[name]
         self.precision = precision
         self.folder = folder
@@ -36,10 +40,13 @@ class Job:
         self.graph: g.RegionGraph
         self.costs: Costs
         self.graph, self.costs = traced(self.model, precision, ROWS)
-        if changes:
+        if micro_batches > 1:
+            self.changes["train"] = TrainConfig(micro_batches, "mean")
+            self.costs = sliced_costs(self.model, precision, ROWS, micro_batches, "mean")
+        elif changes:
             self.costs = costs_of(self.graph, self.config())
 
-    def config(self, variant: Variant = RESIDENT, **changes: object) -> RunConfig:
+    def config(self, variant: Variant = RESIDENT, **changes: Any) -> RunConfig:
         config = config_of(
             self.model,
             self.precision,
@@ -55,7 +62,7 @@ class Job:
         return plan_of(self.config(variant), self.graph, self.costs, variant)
 
     def run(
-        self, variant: Variant = RESIDENT, surroundings: Surroundings | None = None, **changes: object
+        self, variant: Variant = RESIDENT, surroundings: Surroundings | None = None, **changes: Any
     ) -> tuple[Summary, dict[str, Tensor]]:
         """Summary and final weights."""
         final = self.folder / "final"

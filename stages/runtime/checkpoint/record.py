@@ -39,6 +39,7 @@ def describe(
         update_counts=engine.update_counts,
         # floats, so that the text is the same again after reading
         scaler=None if engine.scaler is None else {k: float(v) for k, v in engine.scaler.state().items()},
+        micro_batches=engine.plan.placement.micro_batches,
         random_state=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
         progress=_progress(loop, first),
         tensors=[],
@@ -89,6 +90,7 @@ def check_configuration(manifest: Checkpoint, engine: Engine, config: RunConfig)
         ("optimizer.name", engine.plan.implementation, manifest.implementation),
         ("data.batch_size", data.batch_size, manifest.data.batch_size),
         ("data.seq_len", data.seq_len, manifest.data.seq_len),
+        ("train.micro_batches", engine.plan.placement.micro_batches, manifest.micro_batches),
     )
     for key, found, expected in expectations:
         if found != expected:

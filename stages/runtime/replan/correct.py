@@ -30,6 +30,10 @@ def corrected(costs: Costs, ratios: Mapping[Class, float], baseline_excess_bytes
         baseline_bytes=costs.baseline_bytes + max(0, baseline_excess_bytes),
         regions=[_region(cost, ratios) for cost in costs.regions],
         links=[_link(link, ratios) for link in costs.links],
+        slices=[
+            msgspec.structs.replace(item, regions=[_region(cost, ratios) for cost in item.regions])
+            for item in costs.slices
+        ],
         optimizer=_optimizer(costs.optimizer, ratios.get(("update", -1), 1.0)),
     )
 

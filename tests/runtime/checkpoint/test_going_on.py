@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,12 +144,17 @@ def test_an_older_one_can_be_named(saved: Job) -> None:
         ({"steps": 9, "data": DataConfig(name="random", batch_size=1, seq_len=LENGTH)}, "data.batch_size"),
     ],
 )
-def test_what_cannot_go_on_from_it_is_refused_by_key(
-    saved: Job, changes: dict[str, object], key: str
-) -> None:
+def test_what_cannot_go_on_from_it_is_refused_by_key(saved: Job, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         saved.run(resume=str(saved.folder / "checkpoints"), **changes)
     assert refusal.value.key == key
+
+
+def test_batches_cut_otherwise_are_refused(saved: Job, tmp_path: Path) -> None:
+    """Their gradients would be summed in another order."""
+    cut = Job("mlp", "fp32", tmp_path, micro_batches=2)
+    with pytest.raises(ConfigError, match=r"train\.micro_batches is 2"):
+        cut.run(steps=9, resume=str(saved.folder / "checkpoints"))
 
 
 def test_another_model_is_refused_naming_a_tensor(saved: Job, tmp_path: Path) -> None:
@@ -220,6 +226,7 @@ def manifest(update_counts: dict[str, int]) -> Checkpoint:
         data=DataPosition("random", 2, 32, 2),
         update_counts=update_counts,
         scaler=None,
+        micro_batches=1,
         random_state="",
         progress=Progress([], [], [], [], [], [], [], 0, 0, 0, 0),
         tensors=[],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
-from stages.artifacts.costs import Costs
+from stages.artifacts.costs import Costs, SliceCosts
 from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Plan
 from stages.artifacts.timeline import Timeline
@@ -13,7 +15,7 @@ from stages.config import RunConfig
 from stages.runtime.replan.correct import corrected
 from stages.runtime.replan.measure import class_of, instructions_of_step, least_step_ns, ratios
 from stages.solve import stage as solve
-from stages.solve.replan import LEAST_GAIN, is_better, predict_again
+from stages.solve.replan import LEAST_GAIN, is_better, predict_again, with_numbers_of
 from tests.models_for_tests import BY_NAME
 from tests.parity.harness import LEAST, config_of, plan_of, traced
 
@@ -110,6 +112,21 @@ def test_recomputing_is_what_a_plan_may_save(job: Planned) -> None:
     assert least_step_ns(plan, step) == sum(step) - again
     recomputed = [item for item in instructions_of_step(plan) if item.operation == "recompute"]
     assert all(class_of(item, graph)[0] == "forward" for item in recomputed)
+
+
+def test_other_cuts_of_the_batch_are_corrected_alike(job: Planned) -> None:
+    _, costs, _, _, _ = job
+    both = msgspec.structs.replace(costs, slices=[SliceCosts(2, costs.regions)])
+    found = corrected(both, {("forward", 0): 2.0}, 0)
+    assert found.slices[0].regions == found.regions != costs.regions
+
+
+def test_the_batch_stays_cut_as_it_is(job: Planned) -> None:
+    _, _, plan, _, config = job
+    free = replace(config, solver=replace(config.solver, micro_batches="auto"))
+    placement = msgspec.structs.replace(plan.placement, micro_batches=2)
+    kept = with_numbers_of(free, msgspec.structs.replace(plan, placement=placement))
+    assert (kept.solver.micro_batches, kept.train.micro_batches) == ("given", 2)
 
 
 def test_another_plan_must_be_faster_by_more_than_noise_or_save_memory(job: Planned) -> None:

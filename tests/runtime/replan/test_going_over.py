@@ -34,9 +34,11 @@ def surroundings(job: Job, folder: Path) -> Surroundings:
     return Surroundings(folder, folder / "predicted.json", handover=handover)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_losses_and_weights_are_bitwise_those_of_an_undisturbed_run(tmp_path: Path, precision: str) -> None:
-    job = Job("mlp", precision, tmp_path)
+@pytest.mark.parametrize(("precision", "micro_batches"), [("fp32", 1), ("fp16", 1), ("fp32", 2)])
+def test_losses_and_weights_are_bitwise_those_of_an_undisturbed_run(
+    tmp_path: Path, precision: str, micro_batches: int
+) -> None:
+    job = Job("mlp", precision, tmp_path, micro_batches=micro_batches)
     expected, weights = job.run(steps=8)
     first = surroundings(job, tmp_path / "run")
     always = SolverConfig(name="resident", replan="always")
