@@ -21,14 +21,21 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.prediction_cases import MODELS, ROOT, Case, Run, budgets_of, cases, run
+from benchmarks.prediction_cases import (
+    MODELS,
+    MOST_TRIES,
+    QUIET_SHARE,
+    ROOT,
+    Case,
+    Run,
+    budgets_of,
+    cases,
+    run,
+)
 from benchmarks.prediction_table import Criteria, Row, as_markdown, as_table, judge, rows_of
 from stages.config import format_size
 
 RESULTS = ROOT / "benchmarks" / "results"
-#: share of the processors' time that others may take in a run before it is repeated
-_QUIET_SHARE = 0.05
-_MOST_TRIES = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +103,7 @@ def _once(
     if any((one.case, one.budget_bytes, one.repeat) == (case.name, budget, repeat) for one in runs):
         return
     tries = []
-    while len(tries) < _MOST_TRIES and not any(one.others_share <= _QUIET_SHARE for one in tries):
+    while len(tries) < MOST_TRIES and not any(one.others_share <= QUIET_SHARE for one in tries):
         tries.append(run(case, budget, repeat, options.steps, options.work))
         last = tries[-1]
         console.print(

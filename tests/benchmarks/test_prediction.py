@@ -7,10 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import prediction
+from benchmarks import prediction, prediction_cases
 from benchmarks.prediction_cases import Case, Run, cases
 from benchmarks.prediction_table import COLUMNS, as_markdown, judge, rows_of
 from benchmarks.timelines import by_class
+from stages.artifacts.envelope import Provenance
 from stages.artifacts.timeline import Event, Timeline
 
 FINE = Run(
@@ -153,3 +154,22 @@ def test_classes_tell_kinds_updates_and_links_apart() -> None:
     assert shares["write saved"].bytes == 9
     assert shares["compute waits"].ms == 2
     assert shares["step"].ms == 4
+
+
+def test_a_disturbed_profile_is_thrown_away_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "store" / "profile" / "key"
+    shares, thrown = iter([0.5, 0.01]), []
+
+    def command(module: str, *details: object) -> prediction_cases._Done:
+        thrown.append(not kept.exists())
+        kept.mkdir(parents=True, exist_ok=True)
+        return prediction_cases._Done("", next(shares))
+
+    monkeypatch.setattr(prediction_cases, "_command", command)
+    found = (None, Provenance(key="key"))
+    monkeypatch.setattr(prediction_cases.envelope, "load_with_provenance", lambda path, record: found)
+    prediction_cases._profile(Case("gpt2", "fp32", 1), tmp_path / "plan", tmp_path)
+    assert thrown == [True, True]
+    assert kept.exists()

@@ -25,6 +25,7 @@ from stages.region.interpreter import RegionFunction
 from stages.trace.profile.links import measure_links
 from stages.trace.profile.optimizer import measure_optimizer
 from stages.trace.profile.peak import PeakGauge
+from stages.trace.profile.quiet import QUIET_SHARE
 from stages.trace.profile.regions import Bench, measure_region
 from stages.trace.profile.room import available_bytes
 from stages.trace.profile.rounds import measure_times
@@ -99,12 +100,22 @@ def _measure_regions(
             f"{found.backward_ns / 1e6:.1f} ms backward",
             flush=True,
         )
+    say_if_disturbed(max((found.others_share for found in times.values()), default=0.0))
     return [
         msgspec.structs.replace(
             cost, forward_ns=times[cost.kind].forward_ns, backward_ns=times[cost.kind].backward_ns
         )
         for cost in costs
     ]
+
+
+def say_if_disturbed(others_share: float) -> None:
+    if others_share > QUIET_SHARE:
+        print(
+            f"profile: other processes took {others_share:.0%} of the processors while regions were timed: "
+            f"predicted times may be too long. Profile again on a quiet machine to correct them",
+            flush=True,
+        )
 
 
 def _typical_work(

@@ -103,3 +103,10 @@ def test_stand_in_process_reports_what_went_wrong() -> None:
     order = stage.Order(broken, OptimizerConfig(name="adamw"), "fp32", 1)
     with pytest.raises(RuntimeError, match="no_such_operator"):
         stage.measure_training_process(order)
+
+
+def test_a_busy_machine_is_told_of_and_a_quiet_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    stage.say_if_disturbed(0.01)
+    assert capsys.readouterr().out == ""
+    stage.say_if_disturbed(0.43)
+    assert "43%" in capsys.readouterr().out
