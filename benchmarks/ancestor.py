@@ -17,7 +17,7 @@ from rich.table import Table
 from stages import cli
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.config import SOLVERS, RunConfig, format_size
-from stages.run import for_hardware
+from stages.preconditions import for_hardware
 from stages.solve import stage as solve
 from stages.trace import stage as trace
 from stages.trace.profile.roofline import stage as roofline

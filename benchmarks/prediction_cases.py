@@ -118,7 +118,9 @@ def run(case: Case, budget_bytes: int, repeat: int, steps: int, work: Path) -> R
         CommandFailedError: It did not end well.
     """
     folder = work / "runs" / f"{case.name.replace(' ', '-')}-{budget_bytes}"
-    done = _command("stages.run", case, folder, work, f"budget={budget_bytes}", f"steps={steps}")
+    # a plan solved again from its own first steps would be held against what corrected it
+    settings = (f"budget={budget_bytes}", f"steps={steps}", "solver.replan=never")
+    done = _command("stages.run", case, folder, work, *settings)
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     return Run(
         case=case.name,

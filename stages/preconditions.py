@@ -2,10 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from stages.artifacts.errors import ConfigError, DataError
 from stages.config import RunConfig
+
+
+def require_device(config: RunConfig) -> None:
+    """Refuses a device that no lane serves, rather than train on another one.
+
+    Raises:
+        ConfigError: The device is not the CPU.
+    """
+    if config.device.name not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device={config.device.name} has no lane in this version, which trains on the CPU. "
+            f"Use device=cpu, or leave it out",
+            key="device",
+            found=config.device.name,
+            expected="auto or cpu",
+        )
+
+
+def for_hardware(config: RunConfig, only: str) -> RunConfig:
+    """The configuration of a plan for `config.hardware`.
+
+    Its batches have the planned sizes alone: no smaller one will come, and tracing sizes as symbols
+    takes twice the time.
+
+    Args:
+        only: The stage that was asked for; "": all of them.
+
+    Raises:
+        ConfigError: Training was asked for; or the budget is more than the device has.
+    """
+    hardware = config.hardware
+    if only not in ("trace", "profile", "solve"):
+        raise ConfigError(
+            f"hardware={hardware.name} plans for a machine that need not be here, so nothing can be trained "
+            f"on it. Use `python -m stages.solve` with the same arguments for the plan, or leave hardware "
+            f"out to train on this machine",
+            key="hardware",
+            found=hardware.name,
+            expected="none (this machine)",
+        )
+    usable = hardware.size("memory") - hardware.size("context")
+    if config.budget_bytes > usable:
+        raise ConfigError(
+            f"budget={config.budget} is more than {hardware.name} has: {hardware.memory} of memory less "
+            f"{hardware.context} for the CUDA context. Give at most {usable}, or another hardware.memory",
+            key="budget",
+            found=config.budget,
+            expected=f"at most {usable} bytes",
+        )
+    trace = dataclasses.replace(config.trace, dynamic=False)
+    never = dataclasses.replace(config.eval, every=0)
+    return dataclasses.replace(config, trace=trace, eval=never)
 
 
 def require_data(config: RunConfig) -> None:

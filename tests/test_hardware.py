@@ -11,7 +11,7 @@ from stages.artifacts.errors import ConfigError
 from stages.cli import compose
 from stages.config import HardwareConfig, RunConfig
 from stages.hardware import MEASURED, SIZE_FIELDS
-from stages.run import for_hardware
+from stages.preconditions import for_hardware
 from stages.sizes import parse_size
 
 OPTIONS = sorted(path.stem for path in (Path(__file__).resolve().parents[1] / "conf/hardware").glob("*.yaml"))
