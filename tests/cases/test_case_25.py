@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cases.commands import run
 
 #: wide enough that training holds more than tracing does, so that no other stage sets the peak
-_MODEL = ("+model=mlp", "model.arguments.width=1600", "data=random", "data.batch_size=2", "data.seq_len=16")
+_MODEL = ("+model=mlp", "model.arguments.width=600", "data=random", "data.batch_size=2", "data.seq_len=16")
 _STEPS = 50
 
 
