@@ -33,6 +33,7 @@ from stages.config import (
     RuntimeConfig,
     SolverConfig,
     TiersConfig,
+    TrainConfig,
 )
 from stages.region import memory
 from stages.region.initial import decode_literal
@@ -180,6 +181,8 @@ def prepare(
     disk: str = "",
     threads: int = 0,
     lane: str = "cpu",
+    micro_batches: int = 1,
+    loss: str = "auto",
 ) -> Prepared:
     """Traces and profiles `model` on `batch`, whose sizes are the largest that steps may have.
 
@@ -193,6 +196,9 @@ def prepare(
         disk: Folder of the disk tier; "": the user's cache folder.
         threads: Threads of operators, set for the whole process; 0: as they are.
         lane: "cpu", or "adversarial" for tests.
+        micro_batches: Slices that each step's batch is cut into; their gradients add up to the batch's.
+        loss: How the losses of slices make the batch's: "mean" over rows, "token_mean" over targets that
+            are not ignored, "sum", or "auto": found out, and refused where they do not.
 
     Raises:
         TraceError: The model cannot be traced exactly.
@@ -200,7 +206,8 @@ def prepare(
     """
     config = RunConfig(
         model=ModelConfig(name=type(model).__name__, source="module", target="live.Module"),
-        data=DataConfig(name="random"),
+        data=DataConfig(name="random", batch_size=max(1, micro_batches)),
+        train=TrainConfig(micro_batches, loss),
         optimizer=optimizer_settings(optimizer, lr, optimizer_arguments or {}),
         solver=SolverConfig(name=solver),
         device=DeviceConfig(name="cpu", threads=threads),
@@ -217,7 +224,11 @@ def prepare(
         )
         for mode in modes
     ]
-    measured = [_in_this_process(profile.run(config, graph)) for graph in graphs]
+    # evaluation takes a batch as it is
+    whole = replace(config, train=TrainConfig())
+    measured = [
+        _in_this_process(profile.run(own, graph)) for own, graph in zip((config, whole), graphs, strict=False)
+    ]
     evaluation = (graphs[1], measured[1]) if evaluate else None
     return Prepared(config, graphs[0], measured[0], evaluation, structure)
 

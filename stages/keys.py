@@ -59,6 +59,7 @@ def profile_key(config: RunConfig, graph: Path) -> str:
             "precision": config.precision,
             "optimizer": dataclasses.asdict(config.optimizer),
             "disk": disk,
+            "slices": _slices(config),
             "code": _code("stages.trace.profile.stage"),
             **_common(),
         }
@@ -71,6 +72,7 @@ def roofline_key(config: RunConfig, graph: Path) -> str:
         {
             "graph": content_hash(graph),
             "hardware": dataclasses.asdict(config.hardware),
+            "slices": _slices(config),
             "precision": config.precision,
             "optimizer": dataclasses.asdict(config.optimizer),
             "code": _code("stages.trace.profile.roofline.stage"),
@@ -94,11 +96,17 @@ def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
             "budgets": [config.budget_bytes, tiers.host_budget, tiers.disk_budget],
             "hardware": dataclasses.asdict(config.hardware),
             "solver": solver,
+            "slices": _slices(config),
             "precision": config.precision,
             "code": _code("stages.solve.stage"),
             **_common(),
         }
     )
+
+
+def _slices(config: RunConfig) -> dict[str, Any]:
+    """What says into how many micro-batches the batch is cut."""
+    return {**dataclasses.asdict(config.train), "solver": config.solver.micro_batches}
 
 
 @functools.cache

@@ -56,7 +56,8 @@ def for_hardware(config: RunConfig, only: str) -> RunConfig:
             found=config.budget,
             expected=f"at most {usable} bytes",
         )
-    trace = dataclasses.replace(config.trace, dynamic=False)
+    cuts = config.train.micro_batches > 1 or config.solver.micro_batches == "auto"
+    trace = dataclasses.replace(config.trace, dynamic=cuts)
     never = dataclasses.replace(config.eval, every=0)
     return dataclasses.replace(config, trace=trace, eval=never)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from stages import keys
 from stages.artifacts.errors import ArtifactError, StageError
 from stages.artifacts.store import Store
-from stages.config import RunConfig, format_size, load_composed, save_composed
+from stages.config import RunConfig, TrainConfig, format_size, load_composed, save_composed
 from stages.preconditions import (
     for_hardware,
     require_checkpoint,
@@ -132,7 +132,9 @@ class Pipeline:
         trace = dataclasses.replace(self.config.trace, mode="eval")
         # no evaluations of the evaluation
         never = dataclasses.replace(self.config.eval, every=0)
-        config = dataclasses.replace(self.config, trace=trace, eval=never)
+        # evaluation takes a batch as it is
+        solver = dataclasses.replace(self.config.solver, micro_batches="given")
+        config = dataclasses.replace(self.config, trace=trace, eval=never, train=TrainConfig(), solver=solver)
         composed = folder / "composed.json"
         save_composed(config, composed)
         found = {

@@ -41,7 +41,9 @@ class Targets:
         if not isinstance(target, g.Ref):
             raise self._refuse("has no targets")
         ignored = arguments["ignore_index"]
-        self._ignored = ignored if isinstance(ignored, int) else -100
+        self.ignored = ignored if isinstance(ignored, int) else -100
+        #: inputs of the batch that targets are made from
+        self.inputs: set[str] = set()
         self._target = target.name
         self._function = self._part(graph, target.name)
 
@@ -60,7 +62,7 @@ class Targets:
                 target = self._function({**inputs, **constants}, sizes)[self._target]
         if target.is_floating_point():
             raise self._refuse("takes probabilities as targets")
-        return int((target != self._ignored).sum())
+        return int((target != self.ignored).sum())
 
     def _loss_node(self, name: str) -> g.Node:
         while True:
@@ -79,7 +81,9 @@ class Targets:
             name = pending.pop()
             if name in self._kept:
                 constants.add(name)
-            elif name not in self._given and name not in needed:
+            elif name in self._given:
+                self.inputs.add(name)
+            elif name not in needed:
                 if name not in self._nodes or self._nodes[name].random:
                     raise self._refuse("has targets that are not made from the batch alone")
                 needed.add(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import InfeasibleBudgetError
@@ -19,7 +20,7 @@ def cuts(config: RunConfig, costs: Costs) -> list[Cut]:
     number that was measured, where the loss can be put together from slices."""
     counts = [config.train.micro_batches]
     if config.solver.micro_batches == "auto":
-        counts = [1]
+        counts = [costs.micro_batches]
         if costs.loss:
             counts += [item.micro_batches for item in costs.slices]
     return [
@@ -42,7 +43,10 @@ def fastest(tasks: Iterable[Task], solve: Callable[[Task], Solution]) -> tuple[T
             refusals.append(error)
     if not solved:
         raise min(refusals, key=_needed)
-    return min(solved, key=lambda item: item[1].simulation.step_ns)
+    task, best = min(solved, key=lambda item: item[1].simulation.step_ns)
+    # what none of the ways to cut can beat; 0 where one of them has no bound
+    bound = min(solution.lower_bound_ns for _, solution in solved)
+    return task, replace(best, lower_bound_ns=bound)
 
 
 def _needed(error: InfeasibleBudgetError) -> float:

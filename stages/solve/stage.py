@@ -50,6 +50,7 @@ def run(
         )
     tiers = tier_budgets(config)
     of_evaluation = build_problem(*evaluation, tiers.host_bytes) if evaluation is not None else None
+    ways = cuts(config, costs)
     tasks = [
         Task(
             problem=build_problem(graph, costs, tiers.host_bytes, micro_batches=count, order=order),
@@ -57,9 +58,9 @@ def run(
             evaluation=of_evaluation,
             disk_budget_bytes=tiers.disk_bytes,
             layout=layout,
-            time_limit_s=config.solver.time_limit_s,
+            time_limit_s=config.solver.time_limit_s / len(ways),
         )
-        for count, order in cuts(config, costs)
+        for count, order in ways
     ]
     for task in tasks:
         require_tiers(task.problem, task.limit_bytes, task.disk_budget_bytes)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stages.artifacts import graph as g
-from stages.artifacts import slicing
 from stages.artifacts.costs import Costs, LinkCost, OptimizerCost
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Plan
+from stages.artifacts.slicing import graph_of_slice
 from stages.config import (
     DataConfig,
     DeviceConfig,
@@ -36,6 +35,7 @@ from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
 from stages.solve.micro_batches import Cut, cuts
 from stages.trace import stage as trace
+from stages.trace.profile.cuts import loss_for
 from stages.trace.profile.optimizer import state_specs
 from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.regions import measure_region
@@ -132,6 +132,8 @@ def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
     """Measured memory of the regions; links and optimizer as of a made-up machine, so that the plan
     does not depend on what else this one does."""
     kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    loss, _ = loss_for(config, graph)
+    graph = graph_of_slice(graph, config.train.micro_batches)
     cases = representative_cases(graph)
     return Costs(
         device="cpu",
@@ -139,6 +141,8 @@ def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
         source="measured",
         baseline_bytes=0,
         stage_peak_bytes={},
+        micro_batches=config.train.micro_batches,
+        loss=loss,
         regions=[measure_region(graph, case, PeakGauge()) for case in cases.values()],
         links=[LinkCost(name, 50_000, 10**9, 5 * 10**8) for name in ("disk_read", "disk_write")],
         optimizer=OptimizerCost(
@@ -155,10 +159,9 @@ def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
 @cache
 def sliced_costs(model: SmallModel, precision: str, rows: int, micro_batches: int, loss: str) -> Costs:
     """Costs of slices of the batch."""
-    graph, costs = traced(model, precision, rows)
-    config = config_of(model, precision, rows=rows)
-    measured = costs_of(slicing.graph_of_slice(graph, micro_batches), config)
-    return msgspec.structs.replace(costs, regions=measured.regions, micro_batches=micro_batches, loss=loss)
+    graph, _ = traced(model, precision, rows)
+    config = replace(config_of(model, precision, rows=rows), train=TrainConfig(micro_batches, loss))
+    return costs_of(graph, config)
 
 
 def plan_of(config: RunConfig, graph: g.RegionGraph, costs: Costs, variant: Variant, order: str = "") -> Plan:

@@ -84,3 +84,29 @@ def test_half_precision(precision: str, order: str, tmp_path: Path) -> None:
 def test_slices_of_unequal_size(tmp_path: Path) -> None:
     found = trained("gpt2", LEAST, "vertical", tmp_path, micro_batches=3)
     assert_equal(found, expected("gpt2", "fp32", 3))
+
+
+def test_unequal_numbers_of_targets_and_slices_without_any(tmp_path: Path) -> None:
+    """Each slice counts with its targets; the model shifts labels, so that the first is none."""
+    given = batches("gpt2")
+    for batch in given:
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][0, 3:] = -100
+        batch["labels"][1] = -100
+
+    def targets(batch: dict[str, Tensor]) -> float:
+        return int((batch["labels"][:, 1:] != -100).sum())
+
+    plainly = reference.train(
+        BY_NAME["gpt2"].build,
+        given,
+        optimizer=reference.adamw(lr=harness.LEARNING_RATE),
+        steps=3,
+        seed=harness.SEED,
+        micro_batches=4,
+        weight_of=targets,
+    )
+    found = harness.train(
+        BY_NAME["gpt2"], "fp32", given, LEAST, steps=3, disk=tmp_path, micro_batches=4, loss="token_mean",
+    )  # fmt: skip
+    assert_equal(found, plainly)

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import msgspec
+
 from stages.artifacts import envelope
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import StorageError
+from stages.artifacts.slicing import costs_of_slice
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig, format_size, parse_size
 from stages.runtime.checkpoint.write import size_bytes
@@ -133,7 +136,10 @@ class Watch:
             # the disk may have filled up since; nothing of the state is lost by going on
             say(f"{error}. Training goes on with the same plan")
             return
-        envelope.save(handover.costs, corrected(self._costs, found, excess_bytes))
+        # another number of micro-batches would add up gradients in another order
+        costs = costs_of_slice(self._costs, self._engine.plan.placement.micro_batches)
+        costs = msgspec.structs.replace(costs, slices=[])
+        envelope.save(handover.costs, corrected(costs, found, excess_bytes))
         raise ReplanRequested
 
 

@@ -16,12 +16,14 @@ import msgspec
 import torch
 
 from stages.artifacts import graph as g
-from stages.artifacts.costs import Costs, RegionCost
+from stages.artifacts.costs import Costs, RegionCost, SliceCosts
 from stages.artifacts.errors import ArtifactError, InfeasibleBudgetError
+from stages.artifacts.slicing import BATCH, graph_of_slice
 from stages.config import RunConfig
 from stages.optim.make import make_kernel
 from stages.region import memory
 from stages.region.interpreter import RegionFunction
+from stages.trace.profile.cuts import loss_for, numbers_of_slices
 from stages.trace.profile.links import measure_links
 from stages.trace.profile.optimizer import measure_optimizer
 from stages.trace.profile.peak import PeakGauge
@@ -47,7 +49,8 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     Raises:
         InfeasibleBudgetError: The largest region does not fit into the memory that is there.
         StorageError: The disk tier's folder cannot be used.
-        ConfigError: The optimizer cannot be used.
+        ConfigError: The optimizer cannot be used, or micro-batches are asked for and the loss is not
+            made up by theirs.
         ArtifactError: The graph names an operator that is not allowed.
     """
     memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
@@ -56,6 +59,8 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     threads = torch.get_num_threads()
     for region in graph.regions:
         RegionFunction(graph, region, torch.device("cpu"))  # refuses unknown operators before anything runs
+    loss, inseparable = loss_for(config, graph)
+    most, graph = graph, graph_of_slice(graph, config.train.micro_batches)
     kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
     idle_bytes = measure_training_process(Order(graph, config.optimizer, graph.precision, threads))
     gauge = PeakGauge()
@@ -63,6 +68,10 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     before = _settled_bytes()
     cases = representative_cases(graph)
     regions = _measure_regions(graph, cases, gauge, idle_bytes)
+    slices = [
+        SliceCosts(count, _measure_slice(graph_of_slice(most, count), gauge, idle_bytes))
+        for count in numbers_of_slices(config, most, loss)
+    ]
     # kernel caches and scratch memory that this model's operators leave in the process
     caches_bytes = max(0, _settled_bytes() - before)
     room = gauge.process_peak_bytes - _settled_bytes()
@@ -79,7 +88,16 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         regions=regions,
         links=links,
         optimizer=optimizer,
+        micro_batches=config.train.micro_batches,
+        slices=slices,
+        loss=loss,
+        inseparable=inseparable,
     )
+
+
+def _measure_slice(graph: g.RegionGraph, gauge: PeakGauge, idle_bytes: int) -> list[RegionCost]:
+    print(f"profile: slices of {graph.symbols[BATCH].planned} rows", flush=True)
+    return _measure_regions(graph, representative_cases(graph), gauge, idle_bytes)
 
 
 def _measure_regions(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from stages.artifacts import graph as g
-from stages.artifacts.costs import Costs
+from stages.artifacts.costs import Costs, RegionCost, SliceCosts
+from stages.artifacts.slicing import graph_of_slice
 from stages.config import RunConfig
 from stages.optim.make import make_kernel
+from stages.trace.profile.cuts import loss_for, numbers_of_slices
 from stages.trace.profile.roofline.attention import OPERATOR, gpu_attention
 from stages.trace.profile.roofline.rates import Roofline, links_of, optimizer_cost
 from stages.trace.profile.roofline.regions import region_cost
@@ -18,13 +20,19 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     """Costs of `graph` on `config.hardware`: no weights, no device, nothing runs.
 
     Raises:
-        ConfigError: The optimizer cannot be used.
+        ConfigError: The optimizer cannot be used, or micro-batches are asked for without train.loss.
         ArtifactError: The graph names an operator that is not allowed.
     """
     hardware = config.hardware
+    loss, inseparable = loss_for(config, graph, may_run=False)
+    most, graph = graph, graph_of_slice(graph, config.train.micro_batches)
     rate = Roofline.of(hardware)
     stand_ins = {OPERATOR: gpu_attention(flash=hardware.flash_attention)}
     kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+
+    def regions(cut: g.RegionGraph) -> list[RegionCost]:
+        return [region_cost(cut, case, rate, stand_ins) for case in representative_cases(cut).values()]
+
     return Costs(
         device="cuda",
         threads=hardware.host_cores,
@@ -32,9 +40,16 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         baseline_bytes=hardware.size("baseline"),
         # the stages before training run on the host: no budget of a device covers them
         stage_peak_bytes={},
-        regions=[region_cost(graph, case, rate, stand_ins) for case in representative_cases(graph).values()],
+        regions=regions(graph),
         links=links_of(hardware),
         optimizer=optimizer_cost(graph, kernel, hardware),
+        micro_batches=config.train.micro_batches,
+        slices=[
+            SliceCosts(count, regions(graph_of_slice(most, count)))
+            for count in numbers_of_slices(config, most, loss)
+        ],
+        loss=loss,
+        inseparable=inseparable,
         host_baseline_bytes=hardware.size("host_baseline"),
         allocator_overhead_ppm=round(hardware.allocator_overhead * _PARTS_PER_MILLION),
     )
