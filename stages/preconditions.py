@@ -28,8 +28,8 @@ def require_device(config: RunConfig) -> None:
 def for_hardware(config: RunConfig, only: str) -> RunConfig:
     """The configuration of a plan for `config.hardware`.
 
-    Its batches have the planned sizes alone: no smaller one will come, and tracing sizes as symbols
-    takes twice the time.
+    Its batches have the planned sizes alone, unless they are cut: no smaller one will come, and tracing
+    sizes as symbols takes twice the time.
 
     Args:
         only: The stage that was asked for; "": all of them.
