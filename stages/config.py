@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from stages.artifacts.errors import ConfigError
+from stages.artifacts.slicing import ORDERS
 from stages.artifacts.store import default_folder
 from stages.hardware import HardwareConfig as HardwareConfig
 from stages.sizes import format_size as format_size
@@ -139,11 +140,13 @@ class SolverConfig:
     #: (tests): whatever the first steps were
     replan: str = "auto"
     micro_batches: str = "given"  # given (train.micro_batches) | auto
+    micro_batch_order: str = "auto"  # auto | vertical (region by region) | horizontal (one by one)
 
     def __post_init__(self) -> None:
         _require_one_of("solver.name", self.name, SOLVERS)
         _require_one_of("solver.replan", self.replan, REPLANNING)
         _require_one_of("solver.micro_batches", self.micro_batches, ("given", "auto"))
+        _require_one_of("solver.micro_batch_order", self.micro_batch_order, ("auto", *ORDERS))
         _require(self.time_limit_s > 0, "solver.time_limit_s", self.time_limit_s, "more than 0 seconds")
 
 

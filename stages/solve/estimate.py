@@ -13,7 +13,6 @@ from itertools import accumulate
 from operator import add
 
 from stages.artifacts.plan import bookkeeping_bytes
-from stages.artifacts.slicing import VERTICAL
 from stages.solve.choice import (
     Choice,
     StateGroup,
@@ -220,8 +219,8 @@ class Estimator(Positions):
 
     def _first_of_updates(self, region: int) -> int:
         """The slot from which chunks may be on their way to a region's updates."""
-        vertical = self.problem.micro_batch_order == VERTICAL
-        return self.problem.backward_slot(region) if vertical else self.problem.update_slot(region)
+        together = self.problem.stays_in_tail and region < self.problem.tail
+        return self.problem.backward_slot(region) if together else self.problem.update_slot(region)
 
     def _dynamic(self, choice: Choice) -> list[int]:
         change, work = list(self._base), [0] * self.positions

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import InfeasibleBudgetError
-from stages.artifacts.slicing import HORIZONTAL, VERTICAL
+from stages.artifacts.slicing import ORDERS, VERTICAL
 from stages.config import RunConfig
 from stages.solve.solvers.task import Solution, Task
 
@@ -16,16 +16,16 @@ Cut = tuple[int, str]
 
 
 def cuts(config: RunConfig, costs: Costs) -> list[Cut]:
-    """What may be chosen: the user's number in both orders, or with solver.micro_batches=auto every
-    number that was measured, where the loss can be put together from slices."""
+    """What may be chosen: the user's number in the order given or in both; with
+    solver.micro_batches=auto every number that was measured, where slices make up the loss."""
     counts = [config.train.micro_batches]
     if config.solver.micro_batches == "auto":
         counts = [costs.micro_batches]
         if costs.loss:
             counts += [item.micro_batches for item in costs.slices]
-    return [
-        (count, order) for count in counts for order in ((VERTICAL, HORIZONTAL) if count > 1 else (VERTICAL,))
-    ]
+    given = config.solver.micro_batch_order
+    orders = ORDERS if given == "auto" else (given,)
+    return [(count, order) for count in counts for order in (orders if count > 1 else (VERTICAL,))]
 
 
 def fastest(tasks: Iterable[Task], solve: Callable[[Task], Solution]) -> tuple[Task, Solution]:

@@ -186,8 +186,8 @@ class Problem:
     def turns(self) -> tuple[Turn, ...]:
         """Who runs in which slot of a step.
 
-        With one micro-batch: every forward, then every backward. Vertically, the last region goes
-        forward and backward with each micro-batch in turn, so that its activations (the logits)
+        With one micro-batch: every forward, then every backward. Vertically, the regions of the tail
+        go forward and backward with each micro-batch in turn, so that what they make (the logits)
         need not wait.
         """
         regions, together = range(len(self.regions)), range(self.micro_batches)
@@ -195,7 +195,28 @@ class Problem:
             passes = [(regions, [batch]) for batch in together]
         else:
             passes = [(regions, list(together))]
-        return tuple(turn for names, batches in passes for turn in _turns_of(names, batches))
+        return tuple(turn for names, batches in passes for turn in _turns_of(names, batches, self.tail))
+
+    @cached_property
+    def tail(self) -> int:
+        """The first region of the tail: as long as the values that enter it are larger than those that
+        enter the region before, it begins there (the head and the loss, whose logits are wide)."""
+        first = max(0, len(self.regions) - 1)
+        while first > 0 and self._entering_bytes(first) > self._entering_bytes(first - 1):
+            first -= 1
+        return first
+
+    def _entering_bytes(self, region: int) -> int:
+        return sum(
+            value.bytes
+            for value in self.values.values()
+            if 0 <= value.producer < region and value.consumers and value.consumers[-1] >= region
+        )
+
+    @property
+    def stays_in_tail(self) -> bool:
+        """Whether micro-batches pass the tail one after another, and its weights stay for all of them."""
+        return self.micro_batches > 1 and self.micro_batch_order == VERTICAL
 
     @property
     def slots(self) -> int:
@@ -240,12 +261,12 @@ class Problem:
         return self.backward_slot(region, self.last_micro_batch)
 
 
-def _turns_of(regions: range, batches: Sequence[int]) -> Iterator[Turn]:
+def _turns_of(regions: range, batches: Sequence[int], tail: int) -> Iterator[Turn]:
     """The turns of micro-batches that pass together."""
-    last = len(regions) - 1
-    for region in regions[:-1]:
+    for region in regions[:tail]:
         yield from (Turn(region, batch, True) for batch in batches)
     for batch in batches:
-        yield from (Turn(last, batch, forward) for forward in (True, False))
-    for region in reversed(regions[:-1]):
+        yield from (Turn(region, batch, True) for region in regions[tail:])
+        yield from (Turn(region, batch, False) for region in reversed(regions[tail:]))
+    for region in reversed(regions[:tail]):
         yield from (Turn(region, batch, False) for batch in batches)

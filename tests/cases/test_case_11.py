@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from stages.artifacts.plan import Plan
 from stages.artifacts.slicing import ORDERS
 from tests.cases.sessions import AMPLE, LEARNING_RATE, SEED, gradients_seen, placed, prepared, seeded
 from tests.models_for_tests import BY_NAME, GPT2
-from tests.parity.harness import in_order
 from tests.reference import adamw
 from tests.reference import train as train_plainly
 
@@ -51,8 +51,8 @@ def planned() -> Prepared:
 
 
 def plan_in(order: str, prepared: Prepared) -> Plan:
-    with in_order(order):
-        return prepared.plan(AMPLE)
+    solver = replace(prepared.config.solver, micro_batch_order=order)
+    return replace(prepared, config=replace(prepared.config, solver=solver)).plan(AMPLE)
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["all_targets", "unequal_targets"])

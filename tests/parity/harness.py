@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +31,6 @@ from stages.optim.make import make_kernel
 from stages.region.initial import decode_literal, iterate_initial
 from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
-from stages.solve.micro_batches import Cut, cuts
 from stages.trace import stage as trace
 from stages.trace.profile.cuts import loss_for
 from stages.trace.profile.optimizer import state_specs
@@ -166,25 +163,14 @@ def sliced_costs(model: SmallModel, precision: str, rows: int, micro_batches: in
 
 def plan_of(config: RunConfig, graph: g.RegionGraph, costs: Costs, variant: Variant, order: str = "") -> Plan:
     """The plan at an ample budget or at exactly the least one that the solver names."""
-    with in_order(order):
-        if variant.least:
-            with pytest.raises(InfeasibleBudgetError) as refusal:
-                solve.run(config, graph, costs, layout=variant.layout)
-            config.budget = str(refusal.value.least_feasible_bytes)
-        plan = solve.run(config, graph, costs, layout=variant.layout)[0]
+    config.solver = replace(config.solver, micro_batch_order=order or "auto")
+    if variant.least:
+        with pytest.raises(InfeasibleBudgetError) as refusal:
+            solve.run(config, graph, costs, layout=variant.layout)
+        config.budget = str(refusal.value.least_feasible_bytes)
+    plan = solve.run(config, graph, costs, layout=variant.layout)[0]
     assert plan.placement.micro_batch_order == order or not order
     return plan
-
-
-@contextmanager
-def in_order(order: str) -> Iterator[None]:
-    """Leaves the solver one order of micro-batches."""
-
-    def only(config: RunConfig, costs: Costs) -> list[Cut]:
-        return [cut for cut in cuts(config, costs) if order in ("", cut[1])]
-
-    with mock.patch.object(solve, "cuts", only):
-        yield
 
 
 def train(

@@ -252,3 +252,25 @@ def test_more_slices_than_rows_are_refused() -> None:
 def test_rows_are_dealt_out_evenly() -> None:
     assert rows_of_slices(10, 4) == [3, 3, 2, 2]
     assert rows_of_slices(2, 4) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("solver", ["milp", "auto", "layerwise", "greedy_sync"])
+def test_every_solver_plans_micro_batches(solver: str) -> None:
+    sketch = chain(5, tied=True)
+    costs = costs_for(sketch, 2)
+    config = RunConfig(budget="150MB", solver=SolverConfig(solver, time_limit_s=4), train=TrainConfig(2))
+    plan = stage.run(config, sketch.graph(), costs)[0]
+    assert plan.placement.micro_batches == 2
+    assert plan.loss == "mean"
+
+
+def test_wide_values_are_those_of_one_micro_batch_at_a_time() -> None:
+    sketch = chain(4)
+    sketch.values["v2"] = 4_000_000  # the logits
+    plan = lowered(sketch, placement(sketch, weights="streamed", micro_batches=4))
+    order = [(item.region, item.micro_batch) for item in turns(plan, "forward", "backward")]
+    assert order[8:12] == [(2, 0), (3, 0), (3, 0), (2, 0)]
+    heads = [item for item in turns(plan, "read") if plan.buffers[item.writes[0].buffer].owner == "w2"]
+    assert len(heads) == 1
+    logits = sum(buffer.bytes for buffer in plan.buffers if buffer.owner == "v2" and buffer.role == "value")
+    assert plan.prediction.peak_bytes < logits

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from stages.artifacts.plan import Placement
-from stages.artifacts.slicing import VERTICAL
 from stages.solve.lowering.buffers import BufferTable
 from stages.solve.lowering.draft import PhaseDraft
 from stages.solve.lowering.reads import QueuedRead, ReadAhead
@@ -34,13 +33,16 @@ class Schedule:
 
 
 def weight_uses(problem: Problem, parameter: PlannedParameter) -> list[int]:
-    """Slots that read a weight, of all micro-batches."""
+    """Slots that read a weight, of all micro-batches. Between its uses in the tail it stays."""
     slots = [
         slot
         for batch in range(problem.micro_batches)
         for slot in _slots(problem, parameter.uses, parameter.backward_uses, batch)
     ]
-    return sorted(slots)
+    tail = [slot for slot in slots if problem.turns[slot].region >= problem.tail]
+    if problem.stays_in_tail and tail:
+        slots += range(min(tail), max(tail))
+    return sorted(set(slots))
 
 
 def value_uses(problem: Problem, value: PlannedValue, micro_batch: int = 0) -> list[int]:
@@ -187,8 +189,8 @@ class StepLowering:
 
     def _leads_to_updates(self, turn: Turn) -> bool:
         """Whether updates follow this backward with none of another region between."""
-        vertical = self._problem.micro_batch_order == VERTICAL
-        return vertical or turn.micro_batch == self._problem.last_micro_batch
+        together = self._problem.stays_in_tail and turn.region < self._problem.tail
+        return together or turn.micro_batch == self._problem.last_micro_batch
 
     def _begin(self, slot: int) -> None:
         self._vacate(slot)
