@@ -92,13 +92,17 @@ def _hold(model: StepModel, values: Sequence[float]) -> int:
     return max(0, hold - 1)
 
 
-def rounded_along(model: StepModel, values: Sequence[float]) -> dict[int, float]:
+def rounded_along(model: StepModel, values: Sequence[float], offset: float = 0.0) -> dict[int, float]:
     """Each discrete variable at 0 or 1, so that along the chain of regions the bytes chosen so far stay
     near those of the point (error diffusion): rounding each by itself would take equal regions, which
-    share a choice in the relaxation, all to the same side."""
+    share a choice in the relaxation, all to the same side.
+
+    Args:
+        offset: What is owed before the first region, as a share of its bytes; -0.5 to 0.5.
+    """
     fixed: dict[int, float] = {}
     for variables in _series(model):
-        error = 0.0
+        error = offset * variables[0][1] if variables else 0.0
         for variable, size in variables:
             wanted = values[variable] * size + error
             fixed[variable] = float(wanted >= 0.5 * size)

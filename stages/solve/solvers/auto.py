@@ -46,6 +46,7 @@ def _candidates(task: Task, search: ModelSearch, deadline: Deadline) -> Iterator
     if search.gap <= _NEAR:
         return
     search.improve(deadline)
+    search.sharpen_bound()
     for solve_by in (layerwise.solve, greedy_async.solve, greedy_sync.solve):
         if search.gap > _NEAR_ENOUGH:
             yield from _ask(task, solve_by)

@@ -21,6 +21,7 @@ def solve(task: Task) -> Solution:
     search = ModelSearch(task)
     search.find_bound(deadline)
     search.improve(deadline)
+    search.sharpen_bound()
     best = search.best
     if best is not None:
         best = polish(task, best, deadline, bound_ns=search.bound_ns)
