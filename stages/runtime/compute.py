@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -11,13 +10,14 @@ from math import isfinite
 import torch
 
 from stages.artifacts import graph as g
-from stages.artifacts.errors import StageError
-from stages.artifacts.plan import Buffer, Instruction, Phase
+from stages.artifacts.plan import Buffer, Instruction
 from stages.optim.kernel import UpdateKernel
 from stages.optim.norms import PIECE_ELEMENTS, gradient_norm
 from stages.region import autograd
 from stages.region.interpreter import RegionFunction
 from stages.region.sums import add_gradient, summed_in_engine
+from stages.runtime.completes import COMPLETES_NOTHING, Completes
+from stages.runtime.draws import drawing
 from stages.runtime.state import (
     MicroBatch,
     MicroState,
@@ -36,17 +36,6 @@ class StepSettings:
 
     learning_rate: float
     loss_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Completes:
-    """Parameters whose gradient a backward makes complete: for its micro-batch, for the step."""
-
-    of_micro_batch: tuple[str, ...] = ()
-    of_step: tuple[str, ...] = ()
-
-
-COMPLETES_NOTHING = Completes()
 
 
 class Compute:
@@ -149,7 +138,8 @@ class Compute:
             micro.buffers_before[instruction.region] = {
                 name: self._state.persistent[name].clone() for name in region.mutates
             }
-        with self._drawing(instruction):
+        draws = self.step.draws.get((instruction.micro_batch, instruction.region))
+        with drawing(draws, region.name):
             if region.random and not keep:
                 micro.rng[instruction.region] = torch.get_rng_state()
             tensors = self._tensors(region, instruction.micro_batch)
@@ -160,29 +150,6 @@ class Compute:
 
     def _micro(self, instruction: Instruction) -> MicroState:
         return self.step.micro[instruction.micro_batch]
-
-    @contextmanager
-    def _drawing(self, instruction: Instruction) -> Iterator[None]:
-        """Gives a forward the random numbers of its turn in a plain loop, which takes one micro-batch
-        after another. Where the program's order is that one, they are the next ones anyway."""
-        draws = self.step.draws.get((instruction.micro_batch, instruction.region))
-        if draws is None:
-            yield
-            return
-        now = torch.get_rng_state()
-        torch.set_rng_state(draws.before)
-        try:
-            yield
-            if not torch.equal(torch.get_rng_state(), draws.after):
-                name = self._graph.regions[instruction.region].name
-                raise StageError(
-                    f"region {name} drew other random numbers than its operators do on tensors of these "
-                    f"sizes; with micro-batches its masks would not be those of a plain loop. Use "
-                    f"train.micro_batches=1",
-                    key="train.micro_batches",
-                )
-        finally:
-            torch.set_rng_state(now)
 
     def _run(
         self, instruction: Instruction, tensors: dict[str, torch.Tensor], *, keep: bool
@@ -364,23 +331,3 @@ class Compute:
 def _is_finite(gradient: torch.Tensor) -> bool:
     pieces = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset()).split(PIECE_ELEMENTS)
     return all(bool(torch.isfinite(piece).all()) for piece in pieces)
-
-
-def gradients_completed_by(phase: Phase, owners: Mapping[int, Buffer]) -> dict[int, Completes]:
-    """What each backward, by instruction id, makes complete: it is the last to write it."""
-    of_micro_batch: dict[tuple[str, int], int] = {}
-    of_step: dict[str, int] = {}
-    for instruction in phase.instructions:
-        if instruction.operation != "backward":
-            continue
-        for access in instruction.writes:
-            buffer = owners[access.buffer]
-            if buffer.role == "gradient":
-                of_micro_batch[buffer.owner, instruction.micro_batch] = instruction.id
-                of_step[buffer.owner] = instruction.id
-    completed: dict[int, Completes] = {}
-    for (name, _), identity in of_micro_batch.items():
-        known = completed.get(identity, COMPLETES_NOTHING)
-        whole = (name,) if of_step[name] == identity else ()
-        completed[identity] = Completes((*known.of_micro_batch, name), (*known.of_step, *whole))
-    return completed

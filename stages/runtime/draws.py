@@ -8,11 +8,13 @@ loop's order, on stand-ins of the same shapes. How much is drawn does not depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from stages.artifacts import graph as g
+from stages.artifacts.errors import StageError
 from stages.artifacts.plan import Phase
 from stages.region import operators
 from stages.region.interpreter import decode, node_references
@@ -42,6 +44,34 @@ def rehearse(graph: g.RegionGraph, batches: Sequence[MicroBatch]) -> dict[tuple[
                         _draw(node, batch.sizes)
                 found[number, index] = Draws(before, torch.get_rng_state())
     return found
+
+
+@contextmanager
+def drawing(draws: Draws | None, region: str) -> Iterator[None]:
+    """Gives a forward the random numbers of its turn in a plain loop, and leaves the generator alone.
+
+    Args:
+        draws: As rehearsed; None: the next numbers are those of its turn anyway.
+
+    Raises:
+        StageError: The forward drew otherwise than was rehearsed.
+    """
+    if draws is None:
+        yield
+        return
+    now = torch.get_rng_state()
+    torch.set_rng_state(draws.before)
+    try:
+        yield
+        if not torch.equal(torch.get_rng_state(), draws.after):
+            raise StageError(
+                f"region {region} drew other random numbers than its operators do on tensors of these sizes; "
+                f"with micro-batches its masks would not be those of a plain loop. Use "
+                f"solver.micro_batch_order=horizontal, or train.micro_batches=1",
+                key="train.micro_batches",
+            )
+    finally:
+        torch.set_rng_state(now)
 
 
 def _draw(node: g.Node, sizes: dict[str, int]) -> None:

@@ -16,7 +16,8 @@ from stages.optim.kernel import UpdateKernel
 from stages.optim.scaler import LossScaler
 from stages.region.initial import literal_constants
 from stages.runtime import sizes, transfers
-from stages.runtime.compute import COMPLETES_NOTHING, Compute, StepSettings, gradients_completed_by
+from stages.runtime.completes import COMPLETES_NOTHING, gradients_completed_by
+from stages.runtime.compute import Compute, StepSettings
 from stages.runtime.draws import follows_a_plain_loop, rehearse
 from stages.runtime.homes import Homes
 from stages.runtime.lanes.lane_set import LaneSet, Timing

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from stages.artifacts.costs import SliceCosts
-from stages.artifacts.errors import ArtifactError, ConfigError
+from stages.artifacts.costs import Costs, SliceCosts
+from stages.artifacts.errors import ArtifactError, ConfigError, InfeasibleBudgetError
+from stages.artifacts.graph import RegionGraph, TensorSpec, Value
 from stages.artifacts.plan import Instruction, Phase, Plan
 from stages.artifacts.slicing import ORDERS, graph_of_slice, rows_of_slices
-from stages.config import RunConfig, SolverConfig, TrainConfig
+from stages.config import DataConfig, RunConfig, SolverConfig, TrainConfig
 from stages.solve import stage
 from stages.solve.build import build_problem
 from stages.solve.choice import everything_resident, to_placement
@@ -274,3 +275,71 @@ def test_wide_values_are_those_of_one_micro_batch_at_a_time() -> None:
     assert len(heads) == 1
     logits = sum(buffer.bytes for buffer in plan.buffers if buffer.owner == "v2" and buffer.role == "value")
     assert plan.prediction.peak_bytes < logits
+
+
+def cut_costs(sketch: Sketch, count: int) -> Costs:
+    """Costs of slices: times and activations in proportion to rows, gradients of weights not."""
+
+    def part(size: int, fixed: int = 0) -> int:
+        return fixed + (size - fixed) // count
+
+    regions = []
+    for cost, block in zip(sketch.costs().regions, sketch.blocks, strict=True):
+        weights = 4 * sum(sketch.weights[name] for name in block.weights)
+        changed = {
+            "forward_ns": part(cost.forward_ns),
+            "backward_ns": part(cost.backward_ns),
+            "saved_bytes": part(cost.saved_bytes),
+            "saved_storages": [part(cost.saved_bytes)],
+            "forward_peak_bytes": part(cost.forward_peak_bytes),
+            "dropped_forward_peak_bytes": part(cost.dropped_forward_peak_bytes),
+            "backward_peak_bytes": part(cost.backward_peak_bytes, weights),
+        }
+        regions.append(replace(cost, **changed))
+    loss = "mean" if count > 1 else ""
+    return sketch.costs(micro_batches=count, regions=regions, loss=loss)
+
+
+def language_model() -> tuple[Sketch, RegionGraph]:
+    """A chain like a small GPT-2 with a batch of 64 rows: equal blocks, a head with wide logits, a loss."""
+    sketch = chain(8, width=640_000, weight=3_000_000)
+    for index, block in enumerate(sketch.blocks):
+        block.kind = index
+        block.saved_bytes = 12_000_000
+    sketch.values["v6"] = 25_600_000  # the logits
+    sketch.blocks[7].saved_bytes = 4 * sketch.values["v6"]
+    graph = sketch.graph()
+
+    def by_rows(value: Value) -> Value:
+        (elements,) = value.spec.shape
+        assert isinstance(elements, int)
+        if elements < 64:
+            return value
+        return replace(value, spec=TensorSpec(["batch", elements // 64], [elements // 64, 1], "float32"))
+
+    return sketch, replace(graph, values=[by_rows(value) for value in graph.values])
+
+
+def test_four_slices_vertically_beat_the_whole_batch_and_four_one_by_one_under_a_tight_budget() -> None:
+    sketch, graph = language_model()
+
+    def plan(count: int, order: str, budget: int) -> Plan:
+        config = RunConfig(
+            budget=str(budget),
+            solver=SolverConfig("greedy_async", micro_batch_order=order),
+            train=TrainConfig(count),
+            data=DataConfig(name="random", batch_size=64),
+        )
+        return stage.run(config, graph, cut_costs(sketch, count))[0]
+
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        plan(1, "vertical", 1)
+    least = refusal.value.least_feasible_bytes
+    assert least is not None
+    budget = least * 101 // 100
+    whole, vertical, horizontal = (
+        plan(count, order, budget) for count, order in ((1, "vertical"), (4, "vertical"), (4, "horizontal"))
+    )
+    assert vertical.prediction.step_ns < whole.prediction.step_ns
+    assert vertical.prediction.step_ns < horizontal.prediction.step_ns
+    assert sum(vertical.prediction.moved_bytes.values()) < sum(whole.prediction.moved_bytes.values())

@@ -85,7 +85,9 @@ def input_rows(graph: g.RegionGraph, rows: Rows, targets: Targets | None) -> dic
             found[spec.name] = torch.ones(shape, dtype=dtype)
         else:
             found[spec.name] = torch.randint(2, shape, dtype=dtype)
-    for name in targets.inputs if targets is not None else ():
+    if targets is None:
+        return found
+    for name in targets.inputs:
         if found[name].dim() >= 2:
             # in the first row most are ignored, in the others a few
             found[name][0, 1:-1] = targets.ignored
