@@ -92,7 +92,7 @@ def forced(prepared: Prepared, activations: str, **changes: Any) -> Plan:
         choice = most_frugal(task.estimator)
         made = [activations if region.backward else "keep" for region in task.problem.regions]
         candidate = realise(task, replace(choice, activations=made, values=frozenset(), **changes))
-        return Solution("forced", candidate.program, candidate.simulation, task.budget_bytes)
+        return Solution("forced", candidate, task.budget_bytes)
 
     with mock.patch.dict(SOLVERS, {prepared.config.solver.name: solve}):
         plan = prepared.plan(AMPLE)
