@@ -20,7 +20,9 @@ ROOMY = 10**12
 
 
 def config(budget_bytes: int, solver: str = "greedy_async", precision: str = "fp32") -> RunConfig:
-    return RunConfig(budget=str(budget_bytes), precision=precision, solver=SolverConfig(solver))
+    return RunConfig(
+        budget=str(budget_bytes), precision=precision, solver=SolverConfig(solver, time_limit_s=0.3)
+    )
 
 
 def plan_of(sketch: Sketch, budget_bytes: int, solver: str = "greedy_async", **options: object) -> Plan:

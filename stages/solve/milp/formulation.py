@@ -158,12 +158,11 @@ class StepModel:
             for number, slot in enumerate(group.slots):
                 self._add_weight_use(index, number, slot, streamed, size)
             last = group.slots[-1]
-            updated = self.problem.parameters[group.parameters[0]].updated
             if group.in_place and not self._deferred:
                 self._use[est.ends(last)].add(streamed, size)
                 self._planned.make(est.ends(last), streamed, size, len(group.parameters))
-            elif updated:
-                self._add_weight_pieces(index, streamed, size)
+            else:
+                self._add_weight_pieces(index, streamed)
 
     def _add_weight_use(self, index: int, number: int, slot: int, streamed: int, size: float) -> None:
         """The weight is there at its use; it was read for it unless it stayed since the use before."""
@@ -184,19 +183,20 @@ class StepModel:
         self._hold_change[before + 1].add(held, size)
         self._hold_change[here].add(held, -size)
 
-    def _add_weight_pieces(self, index: int, streamed: int, size: float) -> None:
+    def _add_weight_pieces(self, index: int, streamed: int) -> None:
         """Where a master replaces the weight, or after backward, the new one is written in pieces."""
-        group = self.estimator.weights[index]
-        first = self.problem.parameters[group.parameters[0]]
-        if self._deferred:
-            self._late.make(0, streamed, size, len(group.parameters))
-            if not first.has_master:
-                self._late.need(0, [(streamed, 1.0)], size, len(group.parameters))
-            return
-        for name in group.parameters:
+        for name in self.estimator.weights[index].parameters:
             parameter = self.problem.parameters[name]
-            position = self._update_position(parameter.update_region)
-            self._planned.make(position, streamed, parameter.bytes / BYTES_PER_MB, 1)
+            size = parameter.bytes / BYTES_PER_MB
+            if not parameter.updated:
+                continue
+            if not self._deferred:
+                position = self._update_position(parameter.update_region)
+                self._planned.make(position, streamed, size, 1)
+                continue
+            self._late.make(0, streamed, size, 1)
+            if not parameter.has_master:
+                self._late.need(0, [(streamed, 1.0)], size, 1)
 
     def _update_position(self, region: int) -> int:
         return self.estimator.ends(self.problem.update_slot(region))
