@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import highspy
@@ -110,7 +114,8 @@ class Session:
     def __init__(self, model: highspy.HighsLp, integers: Sequence[int]) -> None:
         self._integers = np.array(integers, dtype=np.int32)
         self._upper = model.col_upper_
-        self._highs = highspy.Highs()
+        with _no_banner():
+            self._highs = highspy.Highs()
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
         # primal simplex is a few times faster here than dual: idle transfers are feasible nearly everywhere
@@ -165,3 +170,18 @@ class Session:
         if info.primal_solution_status != _FEASIBLE:
             return _INFINITY, []
         return info.objective_function_value, list(self._highs.getSolution().col_value)
+
+
+@contextmanager
+def _no_banner() -> Iterator[None]:
+    """HiGHS prints its version and licence when it is made, before any option can tell it not to."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
