@@ -142,12 +142,14 @@ def _check_sweep(overrides: list[str], folders: list[Path]) -> None:
         return
     files = [path for folder in folders if (path := folder / "sweep" / f"{name}.yaml").is_file()]
     for file in files:
-        params = OmegaConf.select(OmegaConf.load(file), "hydra.sweeper.params") or {}
+        content = OmegaConf.load(file)
+        params = dict(OmegaConf.select(content, "hydra.sweeper.params") or {})
+        params |= {str(key): value for key, value in content.items() if key != "hydra"}
         for key in params:
             if key in given:
                 message = (
-                    f"sweep={name} sweeps {key} over {params[key]}, and {key}={given[key]} fixes it; remove "
-                    f"one of the two, or give your own values with hydra.sweeper.params.{key}='...'"
+                    f"sweep={name} sets {key} to {params[key]}, and {key}={given[key]} fixes it; remove one "
+                    f"of the two, or give your own values: -m {key}=VALUE,VALUE"
                 )
                 raise ConfigError(
                     message, key=key, found=given[key], expected=f"no {key}=, or no sweep={name}"

@@ -23,6 +23,9 @@ from stages.sizes import parse_size as parse_size
 #: what OmegaConf calls a value that must be given
 MISSING: Any = "???"
 
+#: a budget that stands for all of them
+CURVE = "curve"
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 LOSSES = ("auto", "mean", "token_mean", "sum")
 SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async", "milp", "auto")
@@ -248,7 +251,7 @@ class RunConfig:
     resume: str = ""  # a checkpoint, or a folder of them: its newest
 
     def __post_init__(self) -> None:
-        if self.budget != MISSING:
+        if self.budget not in (MISSING, CURVE):
             parse_size(self.budget, "budget")
         _require_one_of("precision", self.precision, PRECISIONS)
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
@@ -260,6 +263,11 @@ class RunConfig:
         _require(not auto or micro_batches == 1, "train.micro_batches", micro_batches, _LEFT_OUT)
         # torch.manual_seed takes this range; NumPy's generators refuse negative seeds
         _require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")
+
+    @property
+    def wants_curve(self) -> bool:
+        """Whether plans over many budgets are asked for, and no training."""
+        return self.budget == CURVE
 
     @property
     def budget_bytes(self) -> int:

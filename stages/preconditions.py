@@ -48,7 +48,7 @@ def for_hardware(config: RunConfig, only: str) -> RunConfig:
             expected="none (this machine)",
         )
     usable = hardware.size("memory") - hardware.size("context")
-    if config.budget_bytes > usable:
+    if not config.wants_curve and config.budget_bytes > usable:
         raise ConfigError(
             f"budget={config.budget} is more than {hardware.name} has: {hardware.memory} of memory less "
             f"{hardware.context} for the CUDA context. Give at most {usable}, or another hardware.memory",

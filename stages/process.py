@@ -38,6 +38,8 @@ MODULES = {
     "roofline": "stages.trace.profile.roofline",
     "solve": "stages.solve",
     "whatif": "stages.report.whatif",
+    "curve": "stages.solve.curve",
+    "curve table": "stages.report.curve",
     "runtime": "stages.runtime",
     "report": "stages.report",
 }

@@ -79,6 +79,9 @@ class Pipeline:
             ArtifactError: A predecessor of `only` has not been run.
             StageFailedError: A stage refused or died; it has said why.
         """
+        if self.config.wants_curve:
+            self._draw_curve()
+            return
         if self.config.hardware.planned_for:
             self._plan_elsewhere(only)
             return
@@ -94,6 +97,13 @@ class Pipeline:
                 self._start(stage, self.artifacts, {})
         if only == "runtime":
             self._start("report", self.artifacts, {})
+
+    def _draw_curve(self) -> None:
+        """Plans over budgets; makes all that they need, and trains nothing."""
+        for stage in ("trace", "roofline" if self.config.hardware.planned_for else "profile"):
+            self._provide(stage, True)
+        self._start("curve", self.artifacts, {"curve": self.run_folder / "curve.json"})
+        self._start("curve table", {}, {})
 
     def _plan_elsewhere(self, only: str) -> None:
         """Makes all that a plan for other hardware needs, whatever the store lacks."""
@@ -203,7 +213,7 @@ class Pipeline:
         """
         say(f"{stage}: {what or 'started'}")
         begin = time.monotonic()
-        if stage in ("report", "whatif"):
+        if stage in ("report", "whatif", "curve table"):
             command = [sys.executable, "-m", MODULES[stage], str(self.run_folder)]
         else:
             command = stage_command(
@@ -249,11 +259,11 @@ def run_composed(arguments: list[str]) -> int:
             save_composed(config, parsed.composed)
         else:
             require_host_tier(config)
-        if parsed.only in ("", "runtime"):
+        if parsed.only in ("", "runtime") and not config.wants_curve:
             require_data(config)
             require_checkpoint(config)
-        budget = format_size(config.budget_bytes)
-        say(f"{config.model.name}, budget {budget}, {config.precision}, run folder {run_folder}")
+        budget = "all budgets" if config.wants_curve else f"budget {format_size(config.budget_bytes)}"
+        say(f"{config.model.name}, {budget}, {config.precision}, run folder {run_folder}")
         store = Store(Path(config.store) if config.store else None)
         Pipeline(config, parsed.composed, run_folder, store).run(parsed.only)
     except StageError as error:

@@ -86,6 +86,12 @@ def test_all_stages_run_once_in_order_each_with_what_came_before(tmp_path: Path,
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"graph.json", "costs.json", "plan.json"}
 
 
+def test_the_curve_plans_all_budgets_and_trains_nothing(tmp_path: Path, children: Children) -> None:
+    assert start(tmp_path, budget="curve", only="solve") == 0
+    assert children.started == ["trace", "profile", "curve", "curve table"]
+    assert children.inputs["curve"] == ["graph", "costs"]
+
+
 def test_the_same_command_again_trains_again_and_reuses_the_rest_and_says_so(
     tmp_path: Path, children: Children, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from stages.artifacts.checkpoint import Checkpoint, check_seal
 from stages.artifacts.checks import check_graph
 from stages.artifacts.costs import Costs
+from stages.artifacts.curve import Curve
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.graph import RegionGraph, Struct
 from stages.artifacts.plan import Plan
@@ -27,6 +28,7 @@ KINDS: dict[str, type[Struct]] = {
     "summary": Summary,
     "timeline": Timeline,
     "checkpoint": Checkpoint,
+    "curve": Curve,
 }
 
 Artifact = TypeVar("Artifact", bound=Struct)

@@ -155,7 +155,8 @@ class Placement(Struct, frozen=True):
     #: slices that the step's batch is cut into (see `stages.artifacts.slicing`)
     micro_batches: Integer = 1
     #: "vertical": all of them go through a region before the next region begins (but for the last
-    #: ones, see `Problem.tail`), so that a streamed weight is read once per direction; "horizontal": each goes through the whole model alone
+    #: ones, see `Problem.tail`), so that a streamed weight is read once per direction; "horizontal": each
+    #: goes through the whole model alone
     micro_batch_order: str = "vertical"
 
 

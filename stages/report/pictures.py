@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from stages.artifacts.curve import Curve
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline
 
@@ -100,4 +101,24 @@ def loss_picture(losses: list[float]) -> str:
         axes.plot(range(1, len(finite) + 1), finite, marker="o", ms=3, color="#3b6fb6")
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
+        return _svg(figure)
+
+
+def curve_picture(curve: Curve) -> str:
+    """Step time and its lower bound in seconds over the budget in MB, which is logarithmic."""
+    budgets = [point.budget_bytes / _MEGABYTE for point in curve.points]
+    bounds = [(budget, point) for budget, point in zip(budgets, curve.points, strict=True)]
+    with _style("curve"):
+        figure = Figure(figsize=(7, 4))
+        axes = figure.add_subplot()
+        axes.plot(budgets, [point.step_ns / 1e9 for point in curve.points], marker="o", label="planned step")
+        proven = [(budget, point.lower_bound_ns / 1e9) for budget, point in bounds if point.lower_bound_ns]
+        if proven:
+            axes.plot(*zip(*proven, strict=True), linestyle="--", label="lower bound")
+        axes.set_xscale("log")
+        axes.set_xlabel("budget, MB")
+        axes.set_ylabel("seconds per step")
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{curve.model}, {curve.precision}, {curve.device}")
+        axes.legend()
         return _svg(figure)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_a_rehearsal_leaves_the_generator_where_the_forwards_do() -> None:
     found = rehearse(graph, batches)
     assert {number for number, _ in found} == {0, 2}
     turns = sorted(found)
-    for first, second in zip(turns, turns[1:], strict=False):
+    for first, second in itertools.pairwise(turns):
         assert torch.equal(found[first].after, found[second].before)
     assert torch.equal(found[turns[-1]].after, torch.get_rng_state())
 
