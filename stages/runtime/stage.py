@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from stages import room
 from stages.artifacts import graph as g
 from stages.artifacts.checkpoint import Checkpoint
 from stages.artifacts.costs import Costs
+from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline
@@ -73,6 +75,7 @@ def run(
         ConfigError, ArtifactError: The checkpoint to resume from is missing, damaged or another job's.
     """
     started_ns = time.monotonic_ns()
+    require_room(plan)
     memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     torch.set_num_threads(costs.threads)
     surroundings = surroundings or Surroundings(Path())
@@ -145,6 +148,25 @@ def _listen(
             config, engine, loop, costs, surroundings.predicted, startup_ns, surroundings.handover, write
         )
         loop.listeners.append(watch)
+
+
+def require_room(plan: Plan) -> None:
+    """Refuses, before anything is allocated, a plan for which this machine or memory cgroup is too small.
+
+    Raises:
+        InfeasibleBudgetError: The kernel would end this process.
+    """
+    needed, most = plan.prediction.peak_bytes, room.most_bytes(memory.resident_bytes())
+    if needed > most:
+        raise InfeasibleBudgetError(
+            f"training on this plan takes {needed} bytes of memory; {most} bytes are available to this "
+            f"process (what the system has free, or the limit of its memory cgroup). Use a budget of at "
+            f"most {most} bytes, or raise the limit",
+            key="budget",
+            found=str(needed),
+            expected=f"at most {most} bytes",
+            least_feasible_bytes=plan.prediction.least_feasible_bytes,
+        )
 
 
 @contextmanager

@@ -23,13 +23,13 @@ from stages.config import RunConfig
 from stages.optim.make import make_kernel
 from stages.region import memory
 from stages.region.interpreter import RegionFunction
+from stages.room import available_bytes
 from stages.trace.profile.cuts import loss_for, numbers_of_slices
 from stages.trace.profile.links import measure_links
 from stages.trace.profile.optimizer import measure_optimizer
 from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.quiet import QUIET_SHARE
 from stages.trace.profile.regions import Bench, measure_region
-from stages.trace.profile.room import available_bytes
 from stages.trace.profile.rounds import measure_times
 from stages.trace.profile.stand_ins import Case, least_bytes, representative_cases
 from stages.trace.profile.training_process import (

@@ -17,8 +17,8 @@ from stages.artifacts.costs import Costs
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.config import OptimizerConfig, RunConfig, TiersConfig
 from stages.region import memory
+from stages.room import available_bytes
 from stages.trace.profile import stage
-from stages.trace.profile.room import available_bytes
 from tests.trace.profile.hand_graph import mlp_graph
 
 

@@ -14,6 +14,16 @@ def available_bytes() -> int:
     return min([_system_available(), *_left_in_cgroups()])
 
 
+def most_bytes(held_bytes: int) -> int:
+    """What this process may hold at most: every enclosing memory cgroup's limit, and what it has and
+    the system could still give.
+
+    Args:
+        held_bytes: Of this process, now.
+    """
+    return min([_system_available() + held_bytes, *(limit for limit, _ in _cgroups())])
+
+
 def _system_available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -23,26 +33,31 @@ def _system_available() -> int:
 
 
 def _left_in_cgroups() -> list[int]:
-    left = []
+    return [max(0, limit - used) for limit, used in _cgroups()]
+
+
+def _cgroups() -> list[tuple[int, int]]:
+    """Limit and use, in bytes, of every memory cgroup around this process that has a limit."""
+    found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            left += _left_along(_CGROUPS, path, "memory.max", "memory.current")
+            found += _along(_CGROUPS, path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            left += _left_along(_CGROUPS / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return left
+            found += _along(_CGROUPS / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return found
 
 
-def _left_along(root: Path, path: str, limit_name: str, usage_name: str) -> list[int]:
-    """What is left in the group at `path` and in each of its ancestors that has a limit."""
-    left = []
+def _along(root: Path, path: str, limit_name: str, usage_name: str) -> list[tuple[int, int]]:
+    """The group at `path` and each of its ancestors."""
+    found = []
     folder = root / path.lstrip("/")
     while True:
         limit, usage = folder / limit_name, folder / usage_name
         if limit.exists() and usage.exists():
             text = limit.read_text().strip()
             if text != "max" and int(text) < _UNLIMITED:
-                left.append(max(0, int(text) - int(usage.read_text())))
+                found.append((int(text), int(usage.read_text())))
         if folder == root or root not in folder.parents:
-            return left
+            return found
         folder = folder.parent
