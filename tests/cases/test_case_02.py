@@ -37,7 +37,6 @@ def test_limits_around_this_process_count() -> None:
 
 @pytest.mark.cgroup
 @pytest.mark.slow
-@pytest.mark.skipif(not memory_limit.is_available(), reason="needs the right to make a memory cgroup")
 def test_gpt2_in_a_cgroup_of_one_gibibyte_is_refused_and_never_killed(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "stages.run", "+model=gpt2", "budget=4GB", "steps=1", "solver=resident"]
     line += [f"hydra.run.dir={tmp_path / 'out'}", f"store={tmp_path}", f"tiers.disk={tmp_path}"]
