@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from stages.solve.choice import chunk_sizes
 from stages.solve.deadline import Deadline
-from stages.solve.milp.formulation import BYTES_PER_MB, NS_PER_MS, StepModel
+from stages.solve.milp.formulation import StepModel
 from stages.solve.milp.linear import Outcome
 from stages.solve.milp.realisation import realise_full
 from stages.solve.milp.rounding import choice_at, rounded_along
+from stages.solve.milp.units import BYTES_PER_MB, NS_PER_MS
 from stages.solve.pace import whole_pieces
 from stages.solve.solvers.task import Candidate, Task
 

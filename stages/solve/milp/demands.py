@@ -1,0 +1,267 @@
+"""What each choice asks of every position of a step: memory, compute, bytes to read and to write."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from stages.solve.choice import CHUNK_SIZES, Choice, everything_resident
+from stages.solve.estimate import Change, Estimator
+from stages.solve.least_budget import last_backward
+from stages.solve.milp.linear import Expression, LinearProgram
+from stages.solve.milp.transit import Flow
+from stages.solve.milp.units import BYTES_PER_MB, NS_PER_MS
+from stages.solve.pace import whole_pieces
+from stages.solve.problem import PlannedRegion, align
+
+
+@dataclass
+class Variables:
+    """What the model decides. Each is an index into the program's variables.
+
+    weights: per weight group, 1 where it streams.
+    held: (weight group, use) -> share that stays on the device from the use before to this one.
+    state: per state group, the share of its optimizer state that streams.
+    recompute, move: region -> 1 where its activations are recomputed, moved.
+    values: value -> 1 where it waits on disk between its uses.
+    gradients: 1 where gradients wait on disk until the update phase.
+    """
+
+    weights: list[int] = field(default_factory=list)
+    held: dict[tuple[int, int], int] = field(default_factory=dict)
+    state: list[int] = field(default_factory=list)
+    recompute: dict[int, int] = field(default_factory=dict)
+    move: dict[int, int] = field(default_factory=dict)
+    values: dict[str, int] = field(default_factory=dict)
+    gradients: int | None = None
+    arena: int = -1
+
+
+class Demands:
+    """Adds the variables of all choices to a program, and sums up what they ask for.
+
+    Attributes:
+        planned, dynamic: What moves, of slots in the arena and of tensors outside it.
+        late: What the update phase moves, at position 0.
+        resident: Bytes in slots from the first step to the last.
+        use: Bytes in slots at one position only.
+        hold_change, dynamic_change: How what stays between uses, and what is outside the arena, changes at
+            a position.
+        work: Workspace at a position; each counts by itself.
+        compute, late_compute: Milliseconds at a position, and in the update phase.
+    """
+
+    def __init__(self, estimator: Estimator, program: LinearProgram) -> None:
+        self.estimator = estimator
+        self.problem = estimator.problem
+        self.program = program
+        self.variables = Variables()
+        self.deferred = self.problem.defers_update
+        links = (self.problem.read, self.problem.write)
+        self.planned, self.dynamic, self.late = Flow(*links), Flow(*links), Flow(*links)
+        self.hold_change: dict[int, Expression] = defaultdict(Expression)
+        self.dynamic_change: dict[int, Expression] = defaultdict(Expression)
+        self.use: dict[int, Expression] = defaultdict(Expression)
+        self.work: dict[int, list[Expression]] = defaultdict(list)
+        self.compute: dict[int, Expression] = defaultdict(Expression)
+        self.late_compute = Expression()
+        self.resident = Expression()
+        self._add_weights()
+        self._add_state()
+        self._add_gradients()
+        self._add_values()
+        for region in self.problem.regions:
+            self._add_region(region)
+        self._add_updates()
+
+    def _add_weights(self) -> None:
+        est = self.estimator
+        for index, group in enumerate(est.weights):
+            streamed = self.program.variable(upper=1, integer=True)
+            self.variables.weights.append(streamed)
+            size = group.bytes / BYTES_PER_MB
+            self.resident.add(streamed, -size)
+            self.resident.constant += size
+            for number, slot in enumerate(group.slots):
+                self._add_weight_use(index, number, slot, streamed, size)
+            last = group.slots[-1]
+            if group.in_place and not self.deferred:
+                self.use[est.ends(last)].add(streamed, size)
+                self.planned.make(est.ends(last), streamed, size, len(group.parameters))
+            else:
+                self._add_weight_pieces(index, streamed)
+
+    def _add_weight_use(self, index: int, number: int, slot: int, streamed: int, size: float) -> None:
+        """The weight is there at its use; it was read for it unless it stayed since the use before."""
+        est, group = self.estimator, self.estimator.weights[index]
+        here = est.begins(slot)
+        self.use[here].add(streamed, size)
+        if number == 0:
+            self.planned.need(here, [(streamed, 1.0)], size, len(group.parameters))
+            return
+        before = est.begins(group.slots[number - 1])
+        if slot - group.slots[number - 1] < 2:  # nothing lies between: it stays
+            for position in range(before + 1, here):
+                self.use[position].add(streamed, size)
+            return
+        held = self.variables.held[index, number] = self.program.variable(upper=1)
+        self.program.at_least(Expression([(streamed, 1.0), (held, -1.0)]))
+        self.planned.need(here, [(streamed, 1.0), (held, -1.0)], size, len(group.parameters))
+        self.hold_change[before + 1].add(held, size)
+        self.hold_change[here].add(held, -size)
+
+    def _add_weight_pieces(self, index: int, streamed: int) -> None:
+        """Where a master replaces the weight, or after backward, the new one is written in pieces."""
+        for name in self.estimator.weights[index].parameters:
+            parameter = self.problem.parameters[name]
+            size = parameter.bytes / BYTES_PER_MB
+            if not parameter.updated:
+                continue
+            if not self.deferred:
+                position = self._update_position(parameter.update_region)
+                self.planned.make(position, streamed, size, 1)
+                continue
+            self.late.make(0, streamed, size, 1)
+            if not parameter.has_master:
+                self.late.need(0, [(streamed, 1.0)], size, 1)
+
+    def _update_position(self, region: int) -> int:
+        return self.estimator.ends(self.problem.update_slot(region))
+
+    def _add_state(self) -> None:
+        chunkable = self.problem.optimizer.chunkable
+        for group in self.estimator.states:
+            share = self.program.variable(upper=1, integer=not chunkable)
+            self.variables.state.append(share)
+            parameters = [self.problem.parameters[name] for name in group.parameters]
+            pieces = [
+                piece
+                for parameter in parameters
+                for piece in (whole_pieces(parameter) if chunkable else parameter.pieces)
+            ]
+            moved = sum(piece.bytes for piece in pieces) / BYTES_PER_MB
+            self.resident.add(share, -moved)
+            self.resident.constant += group.bytes / BYTES_PER_MB
+            flow = self.late if self.deferred else self.planned
+            position = 0 if self.deferred else self._update_position(group.region)
+            # a part of a chunk takes a transfer too, so a share costs at least its share of them
+            transfers = sum(max(1.0, piece.elements / CHUNK_SIZES[0]) for piece in pieces)
+            flow.need(position, [(share, 1.0)], moved, transfers)
+            flow.make(position, share, moved, transfers)
+
+    def _add_gradients(self) -> None:
+        """Consumed inside backward; under a deferred update all kept, or all moved."""
+        est = self.estimator
+        for position, change in enumerate(
+            _differences(est.gradient_bytes("keep" if self.deferred else "consume"))
+        ):
+            self.dynamic_change[position].constant += change / BYTES_PER_MB
+        if not self.deferred:
+            return
+        moves = self.variables.gradients = self.program.variable(upper=1, integer=True)
+        for position, change in enumerate(_differences(est.gradient_bytes("move"))):
+            self.dynamic_change[position].add(moves, change / BYTES_PER_MB)
+        for position, change in enumerate(_differences(est.gradient_bytes("keep"))):
+            self.dynamic_change[position].add(moves, -change / BYTES_PER_MB)
+        for parameter in self.problem.updated:
+            size = align(parameter.bytes) / BYTES_PER_MB
+            made = est.begins(self.problem.update_slot(parameter.update_region))
+            self.dynamic.make(made, moves, size, 1)
+            self.late.need(0, [(moves, 1.0)], size, 1)
+
+    def _add_values(self) -> None:
+        est, choice = self.estimator, everything_resident(self.problem)
+        for value in self.problem.values.values():
+            if not value.movable:
+                continue
+            moves = self.variables.values[value.name] = self.program.variable(upper=1, integer=True)
+            self._add_change(est.value_change(value.name, choice, moves=True), moves, 1)
+            self._add_change(est.value_change(value.name, choice, moves=False), moves, -1)
+            size = align(value.bytes) / BYTES_PER_MB
+            for batch in range(self.problem.micro_batches):
+                stays = est.value_windows(value.name, choice, batch)
+                if len(stays) > 1:
+                    self.dynamic.make(est.begins(stays[0].first), moves, size, 1)
+                for stay in stays[1:]:
+                    self.dynamic.need(est.begins(stay.first), [(moves, 1.0)], size, 1)
+
+    def _add_change(self, change: Change, variable: int | None, sign: float) -> None:
+        for position, size in change:
+            if variable is None:
+                self.dynamic_change[position].constant += sign * size / BYTES_PER_MB
+            else:
+                self.dynamic_change[position].add(variable, sign * size / BYTES_PER_MB)
+
+    def _add_region(self, region: PlannedRegion) -> None:
+        """Activations kept, recomputed or moved: memory, workspace, compute and transfers of each."""
+        est, choice = self.estimator, everything_resident(self.problem)
+        usual = choice.activations[region.index]
+        ways: dict[str, int | None] = {usual: None}
+        recompute = move = None
+        if region.backward and not region.checkpoint and region.index != last_backward(self.problem):
+            recompute = self.variables.recompute[region.index] = self.program.variable(upper=1, integer=True)
+            move = self.variables.move[region.index] = self.program.variable(upper=1, integer=True)
+            self.program.at_least(Expression([(recompute, -1.0), (move, -1.0)]), -1.0)
+            ways |= {"recompute": recompute, "move": move}
+        for batch in range(self.problem.micro_batches):
+            self._add_turns(region, batch, usual, recompute, move)
+        forward, backward = Expression(), Expression()
+        kept = self._region(region, choice, usual)
+        for how, variable in ways.items():
+            change, forward_work, backward_work = self._region(region, choice, how)
+            self._add_change(change, variable, 1)
+            if variable is None:
+                forward.constant += forward_work / BYTES_PER_MB
+                backward.constant += backward_work / BYTES_PER_MB
+            else:
+                self._add_change(kept[0], variable, -1)
+                forward.add(variable, (forward_work - kept[1]) / BYTES_PER_MB)
+                backward.add(variable, (backward_work - kept[2]) / BYTES_PER_MB)
+        for batch in range(self.problem.micro_batches):
+            self.work[est.begins(self.problem.forward_slot(region.index, batch))].append(forward)
+            self.work[est.begins(self.problem.backward_slot(region.index, batch))].append(backward)
+
+    def _add_turns(
+        self, region: PlannedRegion, batch: int, usual: str, recompute: int | None, move: int | None
+    ) -> None:
+        """Compute and transfers of one micro-batch."""
+        there = self.estimator.begins(self.problem.forward_slot(region.index, batch))
+        back = self.estimator.begins(self.problem.backward_slot(region.index, batch))
+        self.compute[there].constant += region.cost.forward_ns / NS_PER_MS
+        if region.backward:
+            again = region.cost.forward_ns if usual == "recompute" else 0
+            self.compute[back].constant += (region.cost.backward_ns + again) / NS_PER_MS
+        if recompute is not None:
+            self.compute[back].add(recompute, region.cost.forward_ns / NS_PER_MS)
+        if move is not None:
+            size = region.saved_extent_bytes / BYTES_PER_MB
+            self.dynamic.make(there, move, size, 1)
+            self.dynamic.need(back, [(move, 1.0)], size, 1)
+
+    def _region(self, region: PlannedRegion, choice: Choice, how: str) -> tuple[Change, int, int]:
+        trial = choice.copy()
+        trial.activations[region.index] = how
+        return self.estimator.region_change(region, trial)
+
+    def _add_updates(self) -> None:
+        """Compute time of every update, in as few chunks as there may be."""
+        optimizer = self.problem.optimizer
+        for parameter in self.problem.updated:
+            chunks = -(-parameter.elements // CHUNK_SIZES[0]) if optimizer.chunkable else 1
+            spent = chunks * optimizer.latency_ns + parameter.elements * 1e9 / max(
+                1, optimizer.elements_per_s
+            )
+            if self.deferred:
+                self.late_compute.constant += spent / NS_PER_MS
+            else:
+                position = self._update_position(parameter.update_region)
+                self.compute[position].constant += spent / NS_PER_MS
+            length = min(CHUNK_SIZES[-1], parameter.elements) if optimizer.chunkable else parameter.elements
+            work = length * optimizer.workspace_bytes_per_element / BYTES_PER_MB
+            last = self.estimator.positions - 1
+            where = last if self.deferred else self._update_position(parameter.update_region)
+            self.work[where].append(Expression(constant=work))
+
+
+def _differences(levels: list[int]) -> list[int]:
+    return [here - before for before, here in zip([0, *levels], levels, strict=False)]
