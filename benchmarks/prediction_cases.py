@@ -17,7 +17,7 @@ from stages.artifacts import envelope
 from stages.artifacts.costs import Costs
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
-from stages.solve.solvers.task import budget_for
+from stages.solve.task import budget_for
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN = 512

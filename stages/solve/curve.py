@@ -16,8 +16,8 @@ from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Plan
 from stages.config import RunConfig, format_size
 from stages.process import Order, stage_main
-from stages.solve.solvers.task import budget_for
 from stages.solve.stage import run as solve
+from stages.solve.task import budget_for
 
 POINTS = 9
 

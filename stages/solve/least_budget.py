@@ -8,14 +8,7 @@ from stages.artifacts.errors import InfeasibleBudgetError
 from stages.solve.choice import Choice, chunk_sizes, everything_resident
 from stages.solve.estimate import Estimator
 from stages.solve.homes import tiers_short
-from stages.solve.problem import Problem
-from stages.solve.solvers.task import Candidate, Solution, Task, budget_for
-
-
-def last_backward(problem: Problem) -> int:
-    """The region whose backward follows its forward with nothing between: giving up its activations
-    frees nothing."""
-    return max((region.index for region in problem.regions if region.backward), default=-1)
+from stages.solve.task import Candidate, Solution, Task, budget_for
 
 
 def most_frugal(estimator: Estimator, *, keep_last_weights: bool = False) -> Choice:
@@ -26,7 +19,7 @@ def most_frugal(estimator: Estimator, *, keep_last_weights: bool = False) -> Cho
     """
     problem = estimator.problem
     choice = everything_resident(problem)
-    last = last_backward(problem)
+    last = problem.last_backward
     choice.weights = [
         not (keep_last_weights and region.index == len(problem.regions) - 1) for region in problem.regions
     ]

@@ -9,7 +9,7 @@ from stages.artifacts.costs import Costs
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.slicing import ORDERS, VERTICAL
 from stages.config import RunConfig
-from stages.solve.solvers.task import Solution, Task
+from stages.solve.task import Solution, Task
 
 #: number of slices and their order
 Cut = tuple[int, str]

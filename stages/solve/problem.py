@@ -244,6 +244,12 @@ class Problem:
         """Slots in which that many regions have their turns with all micro-batches that pass together."""
         return regions * (self.micro_batches if self.micro_batch_order == VERTICAL else 1)
 
+    @cached_property
+    def last_backward(self) -> int:
+        """The region whose backward follows its forward with nothing between: giving up its activations
+        frees nothing. -1: no region has a backward."""
+        return max((region.index for region in self.regions if region.backward), default=-1)
+
     @property
     def defers_update(self) -> bool:
         """Under fp16 the overflow check comes before any update."""

@@ -15,7 +15,7 @@ from stages.solve.build import build_problem
 from stages.solve.homes import require_tiers
 from stages.solve.micro_batches import cuts, fastest
 from stages.solve.solvers import SOLVERS
-from stages.solve.solvers.task import Solution, Task, margin_of
+from stages.solve.task import Solution, Task, margin_of
 from stages.solve.verifier import verify
 
 

@@ -26,7 +26,7 @@ from stages.config import RuntimeConfig, TiersConfig
 from stages.runtime.compute import Compute
 from stages.solve.least_budget import most_frugal
 from stages.solve.solvers import SOLVERS
-from stages.solve.solvers.task import Solution, Task, realise
+from stages.solve.task import Solution, Task, realise
 from tests import reference
 from tests.models_for_tests import BY_NAME
 from tests.parity.harness import costs_of

@@ -11,7 +11,7 @@ from stages.solve.build import build_problem
 from stages.solve.estimate import Estimator
 from stages.solve.lowering.lower import Program, lower
 from stages.solve.simulator import fixed_bytes, simulate
-from stages.solve.solvers.task import Task, budget_for, margin_of, realise
+from stages.solve.task import Task, budget_for, margin_of, realise
 from tests.solve.synthetic import MEGA, Sketch, chain, placement
 
 MS = 10**6

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from stages.solve.choice import CHUNK_SIZES, Choice, everything_resident
 from stages.solve.estimate import Change, Estimator
-from stages.solve.least_budget import last_backward
 from stages.solve.milp.linear import Expression, LinearProgram
 from stages.solve.milp.transit import Flow
 from stages.solve.milp.units import BYTES_PER_MB, NS_PER_MS
@@ -198,7 +197,7 @@ class Demands:
         usual = choice.activations[region.index]
         ways: dict[str, int | None] = {usual: None}
         recompute = move = None
-        if region.backward and not region.checkpoint and region.index != last_backward(self.problem):
+        if region.backward and not region.checkpoint and region.index != self.problem.last_backward:
             recompute = self.variables.recompute[region.index] = self.program.variable(upper=1, integer=True)
             move = self.variables.move[region.index] = self.program.variable(upper=1, integer=True)
             self.program.at_least(Expression([(recompute, -1.0), (move, -1.0)]), -1.0)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from stages.solve.choice import Choice, chunk_sizes
 from stages.solve.deadline import Deadline
-from stages.solve.least_budget import last_backward
 from stages.solve.milp.realisation import realise_full
-from stages.solve.solvers.task import Candidate, Task
+from stages.solve.task import Candidate, Task
 
 #: how much of the room beside what must be there goes to slots, tried in turn
 _SHARES = (0.5, 1.0, 0.0)
@@ -81,7 +80,7 @@ def _state(task: Task, choice: Choice) -> Iterator[Choice]:
 
 
 def _activations(task: Task, choice: Choice) -> Iterator[Choice]:
-    last = last_backward(task.problem)
+    last = task.problem.last_backward
     for region in task.problem.regions:
         if region.backward and not region.checkpoint and region.index != last:
             for how in ("keep", "recompute", "move"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from stages.solve.choice import Choice
 from stages.solve.milp.distances import with_distances
 from stages.solve.problem import align
-from stages.solve.solvers.task import Candidate, Task, realise
+from stages.solve.task import Candidate, Task, realise
 
 #: lowerings that a candidate may take until its slots fit
-_ATTEMPTS = 6
+_ATTEMPTS = 5
 
 
 def realise_full(task: Task, choice: Choice, arena_bytes: int) -> Candidate:
@@ -23,12 +23,13 @@ def realise_full(task: Task, choice: Choice, arena_bytes: int) -> Candidate:
     least = max(memory.dynamic)
     dynamic = min(max(least, task.limit_bytes - task.fixed_bytes - arena_bytes), max(least, room - 1))
     choice = with_distances(est, choice, dynamic)
-    capacity = max(1, room - max(est.dynamic(choice)))
+    choice.moving_bytes = max(1, room - max(est.dynamic(choice)))
+    candidate = realise(task, choice)
     for _ in range(_ATTEMPTS):
-        trial = choice.copy()
-        trial.moving_bytes = capacity
-        candidate = realise(task, trial)
-        if candidate.fits(task) or capacity == 1:
+        if candidate.fits(task) or choice.moving_bytes == 1:
             break
-        capacity = max(1, capacity - align(candidate.simulation.peak_bytes - task.limit_bytes))
+        over = candidate.simulation.peak_bytes - task.limit_bytes
+        choice = choice.copy()
+        choice.moving_bytes = max(1, choice.moving_bytes - align(over))
+        candidate = realise(task, choice)
     return candidate

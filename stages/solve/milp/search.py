@@ -13,7 +13,7 @@ from stages.solve.milp.realisation import realise_full
 from stages.solve.milp.rounding import choice_at, rounded_along
 from stages.solve.milp.units import BYTES_PER_MB, NS_PER_MS
 from stages.solve.pace import whole_pieces
-from stages.solve.solvers.task import Candidate, Task
+from stages.solve.task import Candidate, Task
 
 #: HiGHS keeps rows to 1e-7 and reports objectives of points that may be that far outside
 _TOLERANCE = 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stages.solve.solvers import auto, greedy_async, greedy_sync, layerwise, milp, resident
-from stages.solve.solvers.task import Solution, Task
+from stages.solve.task import Solution, Task
 
 SOLVERS: dict[str, Callable[[Task], Solution]] = {
     "resident": resident.solve,

@@ -10,7 +10,7 @@ from stages.solve.least_budget import most_frugal, require_budget, settle
 from stages.solve.milp.polish import polish
 from stages.solve.milp.search import ModelSearch
 from stages.solve.solvers import greedy_async, greedy_sync, layerwise, resident
-from stages.solve.solvers.task import Candidate, Solution, Task, realise
+from stages.solve.task import Candidate, Solution, Task, realise
 
 Solver = Callable[[Task], Solution]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from stages.solve.choice import Choice, chunk_sizes, everything_resident
 from stages.solve.estimate import Estimator, Memory
-from stages.solve.least_budget import last_backward
-from stages.solve.solvers.task import Candidate, Task, realise
+from stages.solve.task import Candidate, Task, realise
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Greedy:
 
     def _items(self, start: Choice) -> Iterator[Item]:
         problem = self._estimator.problem
-        last = last_backward(problem)
+        last = problem.last_backward
         for region in problem.regions:
             for prefetch in self._prefetches:
                 if region.weights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stages.solve.least_budget import most_frugal, require_budget, settle
 from stages.solve.solvers.greedy import search
-from stages.solve.solvers.task import Solution, Task, realise
+from stages.solve.task import Solution, Task, realise
 
 
 def solve(task: Task) -> Solution:

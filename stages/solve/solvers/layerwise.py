@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stages.solve.choice import Choice, everything_resident
-from stages.solve.least_budget import last_backward, most_frugal, require_budget, settle, with_frugal_chunks
-from stages.solve.solvers.task import Solution, Task, realise
+from stages.solve.least_budget import most_frugal, require_budget, settle, with_frugal_chunks
+from stages.solve.task import Solution, Task, realise
 
 
 def solve(task: Task) -> Solution:
@@ -34,7 +34,7 @@ def solve(task: Task) -> Solution:
 def _ladder(task: Task, frugal: Choice) -> Iterator[Choice]:
     """Placements from fast to frugal."""
     problem = task.problem
-    last = last_backward(problem)
+    last = problem.last_backward
     for activations in ("keep", "recompute"):
         for prefetch, slots, chunk in ((1, 3, 2**20), (1, 2, 2**18), (0, 1, 0)):
             choice = frugal.copy()

@@ -6,7 +6,7 @@ from stages.solve.deadline import Deadline
 from stages.solve.least_budget import most_frugal, require_budget, settle
 from stages.solve.milp.polish import polish
 from stages.solve.milp.search import ModelSearch
-from stages.solve.solvers.task import Solution, Task, realise
+from stages.solve.task import Solution, Task, realise
 
 
 def solve(task: Task) -> Solution:

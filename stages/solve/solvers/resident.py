@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stages.solve.choice import everything_resident
 from stages.solve.least_budget import require_budget, settle, with_frugal_chunks
-from stages.solve.solvers.task import Solution, Task, realise
+from stages.solve.task import Solution, Task, realise
 
 
 def solve(task: Task) -> Solution:
