@@ -343,10 +343,14 @@ class Estimator(Positions):
         return self._windows(("value", name, batch), slots, choice, lag)
 
     def gradient_bytes(self, gradients: str) -> list[int]:
-        """Gradients of parameters at each position, if fetches and stores are beside their use."""
+        """Gradients of parameters at each position, if fetches and stores are beside their use; without
+        those of single micro-batches."""
         choice = everything_resident(self.problem)
         choice.gradients = gradients
-        return list(accumulate(self._change_by_gradients(choice)[:-1]))
+        change = self._change_by_gradients(choice)
+        for parameter in self.problem.updated:
+            self._apply(change, self._partial_gradients(parameter), -1)
+        return list(accumulate(change[:-1]))
 
     def _add_gradients(self, change: list[int], choice: Choice) -> None:
         leads = tuple(choice.prefetch) if choice.gradients == "move" else ()

@@ -206,8 +206,10 @@ class Demands:
             self._add_turns(region, batch, usual, recompute, move)
         forward, backward = Expression(), Expression()
         kept = self._region(region, choice, usual)
+        added = self._added_gradients(region)
         for how, variable in ways.items():
             change, forward_work, backward_work = self._region(region, choice, how)
+            backward_work = max(0, backward_work - added)
             self._add_change(change, variable, 1)
             if variable is None:
                 forward.constant += forward_work / BYTES_PER_MB
@@ -215,7 +217,7 @@ class Demands:
             else:
                 self._add_change(kept[0], variable, -1)
                 forward.add(variable, (forward_work - kept[1]) / BYTES_PER_MB)
-                backward.add(variable, (backward_work - kept[2]) / BYTES_PER_MB)
+                backward.add(variable, (backward_work - max(0, kept[2] - added)) / BYTES_PER_MB)
         for batch in range(self.problem.micro_batches):
             self.work[est.begins(self.problem.forward_slot(region.index, batch))].append(forward)
             self.work[est.begins(self.problem.backward_slot(region.index, batch))].append(backward)
@@ -236,6 +238,13 @@ class Demands:
             size = region.saved_extent_bytes / BYTES_PER_MB
             self.dynamic.make(there, move, size, 1)
             self.dynamic.need(back, [(move, 1.0)], size, 1)
+
+    def _added_gradients(self, region: PlannedRegion) -> int:
+        """Bytes of a backward's workspace that its first micro-batch does not take: gradients of weights
+        are new there, while later ones are made beside the sum."""
+        if self.problem.micro_batches == 1:
+            return 0
+        return sum(self.problem.parameters[name].bytes for name in region.gradients)
 
     def _region(self, region: PlannedRegion, choice: Choice, how: str) -> tuple[Change, int, int]:
         trial = choice.copy()
