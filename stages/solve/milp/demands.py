@@ -140,7 +140,9 @@ class Demands:
             ]
             moved = sum(piece.bytes for piece in pieces) / BYTES_PER_MB
             self.resident.add(share, -moved)
-            self.resident.constant += group.bytes / BYTES_PER_MB
+            # what stays in part is cut at whole blocks: rounding its slots up holds for none or all of it
+            whole = sum(align(piece.bytes) for piece in pieces)
+            self.resident.constant += moved + (group.bytes - whole) / BYTES_PER_MB
             flow = self.late if self.deferred else self.planned
             position = 0 if self.deferred else self._update_position(group.region)
             # a part of a chunk takes a transfer too, so a share costs at least its share of them
@@ -163,7 +165,7 @@ class Demands:
         for position, change in enumerate(_differences(est.gradient_bytes("keep"))):
             self.dynamic_change[position].add(moves, -change / BYTES_PER_MB)
         for parameter in self.problem.updated:
-            size = align(parameter.bytes) / BYTES_PER_MB
+            size = parameter.bytes / BYTES_PER_MB
             made = est.begins(self.problem.update_slot(parameter.update_region))
             self.dynamic.make(made, moves, size, 1)
             self.late.need(0, [(moves, 1.0)], size, 1)
@@ -176,7 +178,7 @@ class Demands:
             moves = self.variables.values[value.name] = self.program.variable(upper=1, integer=True)
             self._add_change(est.value_change(value.name, choice, moves=True), moves, 1)
             self._add_change(est.value_change(value.name, choice, moves=False), moves, -1)
-            size = align(value.bytes) / BYTES_PER_MB
+            size = value.bytes / BYTES_PER_MB
             for batch in range(self.problem.micro_batches):
                 stays = est.value_windows(value.name, choice, batch)
                 if len(stays) > 1:
@@ -235,7 +237,7 @@ class Demands:
         if recompute is not None:
             self.compute[back].add(recompute, region.cost.forward_ns / NS_PER_MS)
         if move is not None:
-            size = region.saved_extent_bytes / BYTES_PER_MB
+            size = region.cost.saved_bytes / BYTES_PER_MB
             self.dynamic.make(there, move, size, 1)
             self.dynamic.need(back, [(move, 1.0)], size, 1)
 
