@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from stages.artifacts.errors import ConfigError
-from stages.config import RunConfig, parse_size
+from stages.config import CURVE, RunConfig, parse_size
 from stages.hardware import SIZE_FIELDS as HARDWARE_SIZES
 
 GROUPS = ("model", "data", "optimizer", "solver", "device", "hardware", "experiment", "sweep")
@@ -170,7 +170,7 @@ class OverrideChecker:
                 raise ConfigError(message, key=group, found=str(value), expected=known)
 
     def _check_value(self, key: str, value: Any) -> None:
-        if key in SIZE_KEYS and value not in ("", None):
+        if key in SIZE_KEYS and value not in ("", None) and (key, value) != ("budget", CURVE):
             parse_size(value, key)
         if self._keys[key] is int and isinstance(value, float):
             message = f"{key}={value} is not a whole number; expected an integer"

@@ -142,7 +142,8 @@ def test_a_word_without_equals_is_refused() -> None:
 def test_a_sweep_whose_key_is_also_set_is_refused(option: str) -> None:
     from omegaconf import OmegaConf
 
-    params = OmegaConf.load(CONF / "sweep" / f"{option}.yaml").hydra.sweeper.params
+    content = OmegaConf.load(CONF / "sweep" / f"{option}.yaml")
+    params = OmegaConf.select(content, "hydra.sweeper.params") or content
     for key, values in params.items():
         with pytest.raises(ConfigError, match="remove one"):
             cli.check_arguments([f"sweep={option}", f"{key}={values.split(',')[0]}"])

@@ -14,9 +14,14 @@ def test_a_mistyped_budget_is_refused_with_the_key_that_was_meant(argument: str)
         cli.check_arguments(["model=mlp", argument])
 
 
-def test_a_path_with_an_equals_sign_works_or_its_quoting_is_printed() -> None:
-    checked = cli.compose(["model=mlp", "budget=1GB", "export.final=ck/step=3"])
-    assert checked.export.final == "ck/step=3"
+@pytest.mark.parametrize("key", ["export.final", "resume", "checkpoint.dir"])
+def test_a_path_with_an_equals_sign_works(key: str) -> None:
+    checked = cli.compose(["model=mlp", "budget=1GB", f"{key}=ck/step=3"])
+    section, _, name = key.rpartition(".")
+    assert getattr(getattr(checked, section) if section else checked, name) == "ck/step=3"
+
+
+def test_what_the_grammar_cannot_read_is_answered_with_its_quoting() -> None:
     with pytest.raises(ConfigError) as caught:
-        cli.check_arguments(["resume=ck/step=3"])
-    assert """'resume="ck/step=3"'""" in str(caught.value)
+        cli.check_arguments(["model=mlp", "+model.arguments.path=ck/step=3"])
+    assert """'+model.arguments.path="ck/step=3"'""" in str(caught.value)
