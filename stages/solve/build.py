@@ -98,12 +98,22 @@ def _host(costs: Costs, links: dict[str, LinkCost], host_bytes: int | None, larg
 
 
 def _in_a_row(first: LinkCost, second: LinkCost) -> LinkCost:
-    """Two links with a bounce buffer between: as fast as the slower one."""
+    """Two links with a bounce buffer between: as fast as the slower one, while both take from compute."""
+    busy = (first.busy_bytes_per_s or first.bytes_per_s, second.busy_bytes_per_s or second.bytes_per_s)
+    contended = (first.contended_bytes_per_s, second.contended_bytes_per_s)
+    busy_contended = (
+        first.busy_contended_bytes_per_s or contended[0],
+        second.busy_contended_bytes_per_s or contended[1],
+    )
     return LinkCost(
         f"{first.name}+{second.name}",
         first.latency_ns + second.latency_ns,
         min(first.bytes_per_s, second.bytes_per_s),
-        min(first.contended_bytes_per_s, second.contended_bytes_per_s),
+        min(contended),
+        min(busy),
+        min(busy_contended),
+        first.compute_slowdown_ppm + second.compute_slowdown_ppm,
+        first.scattered_block_ns + second.scattered_block_ns,
     )
 
 

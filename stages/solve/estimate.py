@@ -76,7 +76,8 @@ class Estimator(Positions):
             region: tuple(dict.fromkeys(self._group_of[parameter.name] for parameter in updated))
             for region, updated in self._updated_in.items()
         }
-        self._new_gradients = [0] * self.count
+        #: bytes of gradients that a region's backward makes, with the first micro-batch and with others
+        self._new_gradients = [[0, 0] for _ in range(self.count)]
         self._base = self._change_of_fixed()
         # what the plan records beside updates: two fetches of each weight, a few instructions a region
         weights, values = len(problem.parameters), len(problem.values)
@@ -239,7 +240,8 @@ class Estimator(Positions):
             self._apply(change, ends, 1)
             for batch in self._batches:
                 work[self.begins(self.problem.forward_slot(region.index, batch))] = forward_work
-                work[self.begins(self.problem.backward_slot(region.index, batch))] = backward_work
+                back = self.problem.backward_slot(region.index, batch)
+                work[self.begins(back)] = backward_work[batch > 0]
         self._add_gradients(change, choice)
         updating = choice.chunk_elements * self.problem.optimizer.workspace_bytes_per_element
         for position in self.updates:
@@ -274,20 +276,22 @@ class Estimator(Positions):
             change += self._stay_change(stays, size, lag)
         return tuple(change)
 
-    def region_change(self, region: PlannedRegion, choice: Choice) -> tuple[Change, int, int]:
-        """Saved activations; workspace forward and backward."""
+    def region_change(self, region: PlannedRegion, choice: Choice) -> tuple[Change, int, tuple[int, int]]:
+        """Saved activations; workspace forward; backward with the first micro-batch and with others."""
         cost = region.cost
         how = choice.activations[region.index]
         made = sum(self.problem.values[name].bytes for name in region.outputs)
         forward = max(0, cost.dropped_forward_peak_bytes - made)
         if not region.backward:
-            return (), forward, 0
+            return (), forward, (0, 0)
         if how != "recompute":
             forward = max(0, cost.forward_peak_bytes - made - cost.saved_bytes)
-        new = self._new_gradients[region.index]
-        again = cost.forward_peak_bytes - cost.saved_bytes - new if how == "recompute" else 0
+        # a recompute comes before the gradients, which count from the same position on
+        again = cost.forward_peak_bytes - cost.saved_bytes if how == "recompute" else 0
+        beyond = max(cost.backward_peak_bytes, again)
+        first, others = self._new_gradients[region.index]
         change = [item for batch in self._batches for item in self._saved_change(region, choice, batch)]
-        return tuple(change), forward, max(0, cost.backward_peak_bytes - new, again)
+        return tuple(change), forward, (max(0, beyond - first), max(0, beyond - others))
 
     def _saved_change(self, region: PlannedRegion, choice: Choice, batch: int) -> Change:
         uses = saved_uses(self.problem, region.index, batch)
@@ -314,12 +318,13 @@ class Estimator(Positions):
                     change[self.begins(maker)] += value.bytes
                     change[self.begins(problem.backward_slot(value.producer, batch)) + 1] -= value.bytes
             if value.receives_gradient:
-                self._new_gradients[max(value.backward_consumers)] += value.bytes
+                for batch in range(2):
+                    self._new_gradients[max(value.backward_consumers)][batch] += value.bytes
         for parameter in problem.updated:
-            # with several micro-batches, a gradient is new in the first one's backward only, and all
-            # count the same workspace: the sum stands in the others while the addend is made
-            if problem.micro_batches == 1:
-                self._new_gradients[max(parameter.gradient_regions)] += parameter.bytes
+            first, several = max(parameter.gradient_regions), len(parameter.gradient_regions) > 1
+            self._new_gradients[first][0] += parameter.bytes
+            # elsewhere the sum of those before stands while the addend is made, unless it gets a buffer
+            self._new_gradients[first][1] += parameter.bytes if several else 0
         return change
 
     def dynamic(self, choice: Choice) -> list[int]:
@@ -343,14 +348,10 @@ class Estimator(Positions):
         return self._windows(("value", name, batch), slots, choice, lag)
 
     def gradient_bytes(self, gradients: str) -> list[int]:
-        """Gradients of parameters at each position, if fetches and stores are beside their use; without
-        those of single micro-batches."""
+        """Gradients of parameters at each position, if fetches and stores are beside their use."""
         choice = everything_resident(self.problem)
         choice.gradients = gradients
-        change = self._change_by_gradients(choice)
-        for parameter in self.problem.updated:
-            self._apply(change, self._partial_gradients(parameter), -1)
-        return list(accumulate(change[:-1]))
+        return list(accumulate(self._change_by_gradients(choice)[:-1]))
 
     def _add_gradients(self, change: list[int], choice: Choice) -> None:
         leads = tuple(choice.prefetch) if choice.gradients == "move" else ()

@@ -247,8 +247,13 @@ class Problem:
     @cached_property
     def last_backward(self) -> int:
         """The region whose backward follows its forward with nothing between: giving up its activations
-        frees nothing. -1: no region has a backward."""
-        return max((region.index for region in self.regions if region.backward), default=-1)
+        frees nothing. -1 where there is none."""
+        last = max((region.index for region in self.regions if region.backward), default=-1)
+        apart = [
+            self.backward_slot(last, batch) - self.forward_slot(last, batch)
+            for batch in range(self.micro_batches if last >= 0 else 0)
+        ]
+        return last if max(apart, default=1) == 1 else -1
 
     @property
     def defers_update(self) -> bool:

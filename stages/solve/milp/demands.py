@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from stages.solve.choice import CHUNK_SIZES, Choice, everything_resident
 from stages.solve.estimate import Change, Estimator
-from stages.solve.milp.linear import Expression, LinearProgram
+from stages.solve.lowering.windows import Window
+from stages.solve.milp.linear import Expression, LinearProgram, Term
 from stages.solve.milp.transit import Flow
 from stages.solve.milp.units import BYTES_PER_MB, NS_PER_MS
 from stages.solve.pace import whole_pieces
@@ -85,8 +86,8 @@ class Demands:
                 self._add_weight_use(index, number, slot, streamed, size)
             last = group.slots[-1]
             if group.in_place and not self.deferred:
-                self.use[est.ends(last)].add(streamed, size)
-                self.planned.make(est.ends(last), streamed, size, len(group.parameters))
+                # there until it is written: it counts among what is not written yet
+                self.planned.make(est.ends(last), [(streamed, 1.0)], size, len(group.parameters))
             else:
                 self._add_weight_pieces(index, streamed)
 
@@ -118,9 +119,9 @@ class Demands:
                 continue
             if not self.deferred:
                 position = self._update_position(parameter.update_region)
-                self.planned.make(position, streamed, size, 1)
+                self.planned.make(position, [(streamed, 1.0)], size, 1)
                 continue
-            self.late.make(0, streamed, size, 1)
+            self.late.make(0, [(streamed, 1.0)], size, 1)
             if not parameter.has_master:
                 self.late.need(0, [(streamed, 1.0)], size, 1)
 
@@ -148,7 +149,7 @@ class Demands:
             # a part of a chunk takes a transfer too, so a share costs at least its share of them
             transfers = sum(max(1.0, piece.elements / CHUNK_SIZES[0]) for piece in pieces)
             flow.need(position, [(share, 1.0)], moved, transfers)
-            flow.make(position, share, moved, transfers)
+            flow.make(position, [(share, 1.0)], moved, transfers)
 
     def _add_gradients(self) -> None:
         """Consumed inside backward; under a deferred update all kept, or all moved."""
@@ -160,14 +161,11 @@ class Demands:
         if not self.deferred:
             return
         moves = self.variables.gradients = self.program.variable(upper=1, integer=True)
-        for position, change in enumerate(_differences(est.gradient_bytes("move"))):
-            self.dynamic_change[position].add(moves, change / BYTES_PER_MB)
-        for position, change in enumerate(_differences(est.gradient_bytes("keep"))):
-            self.dynamic_change[position].add(moves, -change / BYTES_PER_MB)
         for parameter in self.problem.updated:
-            size = parameter.bytes / BYTES_PER_MB
             made = est.begins(self.problem.update_slot(parameter.update_region))
-            self.dynamic.make(made, moves, size, 1)
+            self.dynamic_change[made + 1].add(moves, -parameter.bytes / BYTES_PER_MB)
+            size = parameter.bytes / BYTES_PER_MB
+            self.dynamic.make(made, [(moves, 1.0)], size, 1)
             self.late.need(0, [(moves, 1.0)], size, 1)
 
     def _add_values(self) -> None:
@@ -176,15 +174,40 @@ class Demands:
             if not value.movable:
                 continue
             moves = self.variables.values[value.name] = self.program.variable(upper=1, integer=True)
-            self._add_change(est.value_change(value.name, choice, moves=True), moves, 1)
             self._add_change(est.value_change(value.name, choice, moves=False), moves, -1)
-            size = value.bytes / BYTES_PER_MB
             for batch in range(self.problem.micro_batches):
                 stays = est.value_windows(value.name, choice, batch)
-                if len(stays) > 1:
-                    self.dynamic.make(est.begins(stays[0].first), moves, size, 1)
-                for stay in stays[1:]:
-                    self.dynamic.need(est.begins(stay.first), [(moves, 1.0)], size, 1)
+                self._add_stays(stays, moves, value.bytes)
+
+    def _add_stays(self, stays: list[Window], moves: int, size_bytes: int) -> None:
+        """A value that moves: made and written, and read again for each of its later stays, unless it
+        stays between. Once made it counts among what is not written yet."""
+        est, size = self.estimator, size_bytes / BYTES_PER_MB
+        if len(stays) == 1:
+            self._level(est.begins(stays[0].first), est.begins(stays[0].last), moves, size)
+            return
+        made = est.begins(stays[0].first)
+        self._level(made, made, moves, size)
+        written: list[Term] = [(moves, 1.0)]
+        for number, stay in enumerate(stays[1:], start=1):
+            here = est.begins(stay.first)
+            last = est.begins(stay.last) if number == len(stays) - 1 else est.ends(stay.last)
+            self._level(here, last, moves, size)
+            needed: list[Term] = [(moves, 1.0)]
+            if len(stays) > 2 or self.problem.micro_batches > 1:
+                held = self.program.variable(upper=1)
+                self.program.at_least(Expression([(moves, 1.0), (held, -1.0)]))
+                needed.append((held, -1.0))
+                before = made if number == 1 else est.ends(stays[number - 1].last)
+                self._level(before + 1, here - 1, held, size)
+                written += [(held, -1.0)] if number == 1 else []
+            self.dynamic.need(here, needed, size, 1)
+        self.dynamic.make(made, written, size, 1)
+
+    def _level(self, first: int, last: int, variable: int, size: float) -> None:
+        """Megabytes of a tensor outside the arena, at positions `first` to `last`."""
+        self.dynamic_change[first].add(variable, size)
+        self.dynamic_change[last + 1].add(variable, -size)
 
     def _add_change(self, change: Change, variable: int | None, sign: float) -> None:
         for position, size in change:
@@ -195,8 +218,7 @@ class Demands:
 
     def _add_region(self, region: PlannedRegion) -> None:
         """Activations kept, recomputed or moved: memory, workspace, compute and transfers of each."""
-        est, choice = self.estimator, everything_resident(self.problem)
-        usual = choice.activations[region.index]
+        usual = everything_resident(self.problem).activations[region.index]
         ways: dict[str, int | None] = {usual: None}
         recompute = move = None
         if region.backward and not region.checkpoint and region.index != self.problem.last_backward:
@@ -206,23 +228,29 @@ class Demands:
             ways |= {"recompute": recompute, "move": move}
         for batch in range(self.problem.micro_batches):
             self._add_turns(region, batch, usual, recompute, move)
-        forward, backward = Expression(), Expression()
-        kept = self._region(region, choice, usual)
-        added = self._added_gradients(region)
+        self._add_memory(region, ways)
+
+    def _add_memory(self, region: PlannedRegion, ways: dict[str, int | None]) -> None:
+        """Activations and workspace of a region, for each way to treat it; None: the usual way."""
+        est, choice = self.estimator, everything_resident(self.problem)
+        forward, backward = Expression(), (Expression(), Expression())
+        kept = self._region(region, choice, choice.activations[region.index])
         for how, variable in ways.items():
             change, forward_work, backward_work = self._region(region, choice, how)
-            backward_work = max(0, backward_work - added)
             self._add_change(change, variable, 1)
             if variable is None:
                 forward.constant += forward_work / BYTES_PER_MB
-                backward.constant += backward_work / BYTES_PER_MB
-            else:
-                self._add_change(kept[0], variable, -1)
-                forward.add(variable, (forward_work - kept[1]) / BYTES_PER_MB)
-                backward.add(variable, (backward_work - max(0, kept[2] - added)) / BYTES_PER_MB)
+                for level, work in zip(backward, backward_work, strict=True):
+                    level.constant += work / BYTES_PER_MB
+                continue
+            self._add_change(kept[0], variable, -1)
+            forward.add(variable, (forward_work - kept[1]) / BYTES_PER_MB)
+            for level, work, usual in zip(backward, backward_work, kept[2], strict=True):
+                level.add(variable, (work - usual) / BYTES_PER_MB)
         for batch in range(self.problem.micro_batches):
             self.work[est.begins(self.problem.forward_slot(region.index, batch))].append(forward)
-            self.work[est.begins(self.problem.backward_slot(region.index, batch))].append(backward)
+            back = est.begins(self.problem.backward_slot(region.index, batch))
+            self.work[back].append(backward[batch > 0])
 
     def _add_turns(
         self, region: PlannedRegion, batch: int, usual: str, recompute: int | None, move: int | None
@@ -238,17 +266,10 @@ class Demands:
             self.compute[back].add(recompute, region.cost.forward_ns / NS_PER_MS)
         if move is not None:
             size = region.cost.saved_bytes / BYTES_PER_MB
-            self.dynamic.make(there, move, size, 1)
+            self.dynamic.make(there, [(move, 1.0)], size, 1)
             self.dynamic.need(back, [(move, 1.0)], size, 1)
 
-    def _added_gradients(self, region: PlannedRegion) -> int:
-        """Bytes of a backward's workspace that its first micro-batch does not take: gradients of weights
-        are new there, while later ones are made beside the sum."""
-        if self.problem.micro_batches == 1:
-            return 0
-        return sum(self.problem.parameters[name].bytes for name in region.gradients)
-
-    def _region(self, region: PlannedRegion, choice: Choice, how: str) -> tuple[Change, int, int]:
+    def _region(self, region: PlannedRegion, choice: Choice, how: str) -> tuple[Change, int, tuple[int, int]]:
         trial = choice.copy()
         trial.activations[region.index] = how
         return self.estimator.region_change(region, trial)
@@ -256,21 +277,24 @@ class Demands:
     def _add_updates(self) -> None:
         """Compute time of every update, in as few chunks as there may be."""
         optimizer = self.problem.optimizer
+        freed: dict[int, int] = defaultdict(int)
         for parameter in self.problem.updated:
             chunks = -(-parameter.elements // CHUNK_SIZES[0]) if optimizer.chunkable else 1
             spent = chunks * optimizer.latency_ns + parameter.elements * 1e9 / max(
                 1, optimizer.elements_per_s
             )
+            where = self._update_position(parameter.update_region)
             if self.deferred:
+                where = self.estimator.positions - 1
                 self.late_compute.constant += spent / NS_PER_MS
             else:
-                position = self._update_position(parameter.update_region)
-                self.compute[position].constant += spent / NS_PER_MS
-            length = min(CHUNK_SIZES[-1], parameter.elements) if optimizer.chunkable else parameter.elements
-            work = length * optimizer.workspace_bytes_per_element / BYTES_PER_MB
-            last = self.estimator.positions - 1
-            where = last if self.deferred else self._update_position(parameter.update_region)
-            self.work[where].append(Expression(constant=work))
+                self.compute[where].constant += spent / NS_PER_MS
+            # what stays in part is cut in two, so that the longest chunk may be half as long
+            length = -(-parameter.elements // 2) if optimizer.chunkable else parameter.elements
+            length = min(CHUNK_SIZES[-1], length) if optimizer.chunkable else length
+            work = length * optimizer.workspace_bytes_per_element - freed[where]
+            self.work[where].append(Expression(constant=max(0, work) / BYTES_PER_MB))
+            freed[where] += parameter.bytes  # gradients that have been updated are gone
 
 
 def _differences(levels: list[int]) -> list[int]:

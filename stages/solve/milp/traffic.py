@@ -31,7 +31,8 @@ class Rates:
     @staticmethod
     def least(link: LinkCost) -> float:
         """What the link always carries."""
-        return min(Rates.of(link, busy=True).contended, Rates.of(link, busy=False).contended)
+        busy, idle = Rates.of(link, busy=True), Rates.of(link, busy=False)
+        return min(busy.alone, busy.contended, idle.alone, idle.contended)
 
 
 class Traffic:

@@ -18,8 +18,8 @@ class Flow:
 
     demand: what must have been read when a position starts to compute; made: what a position produces
     and that must be written. Both in megabytes, latencies of the transfers included at the rate of a
-    link whose other direction is busy, which they never exceed. density: the least share of true bytes
-    in any of it.
+    link whose other direction is busy, which they never exceed. Sizes are those in memory: what alignment
+    adds on the link is left out. density: the least share of true bytes in any of it.
     """
 
     def __init__(self, read: LinkCost, write: LinkCost) -> None:
@@ -34,9 +34,10 @@ class Flow:
         full = self._with_latency(size, transfers * self._read_latency)
         self.demand[position].terms += [(variable, factor * full) for variable, factor in terms]
 
-    def make(self, position: int, variable: int, size: float, transfers: float) -> None:
+    def make(self, position: int, terms: list[Term], size: float, transfers: float) -> None:
+        """The same for what must be written."""
         full = self._with_latency(size, transfers * self._write_latency)
-        self.made[position].add(variable, full)
+        self.made[position].terms += [(variable, factor * full) for variable, factor in terms]
 
     def _with_latency(self, size: float, latency: float) -> float:
         if size < _SMALL_MB:  # would drown in it, and with it what is known of memory

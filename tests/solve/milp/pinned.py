@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stages.solve.choice import Choice
+from stages.solve.lowering.step import saved_uses
 from stages.solve.lowering.windows import windows
 from stages.solve.milp.formulation import StepModel
 from stages.solve.milp.linear import Session
@@ -34,7 +35,11 @@ def point_of(model: StepModel, choice: Choice) -> dict[int, float]:
     for region, variable in variables.recompute.items():
         point[variable] = float(choice.activations[region] == "recompute")
     for region, variable in variables.move.items():
-        point[variable] = float(choice.activations[region] == "move")
+        point[variable] = float(choice.activations[region] == "move" and _leaves(model, choice, region))
+    for name, variable in variables.values.items():
+        batches = range(model.problem.micro_batches)
+        moves = any(len(model.estimator.value_windows(name, choice, batch)) > 1 for batch in batches)
+        point[variable] = float(name in choice.values and moves)
     if variables.gradients is not None:
         point[variables.gradients] = float(choice.gradients == "move")
     return point
@@ -49,6 +54,13 @@ def _merged(model: StepModel, choice: Choice, slots: tuple[int, ...], number: in
 
     stays = windows(slots, lead, choice.hold if choice.moving_bytes else 0)
     return all(stay.first != slots[number] for stay in stays)
+
+
+def _leaves(model: StepModel, choice: Choice, region: int) -> bool:
+    """Whether its activations have time to leave before they come back."""
+    slots, est = saved_uses(model.problem, region), model.estimator
+    stays = windows(slots, lambda slot: choice.prefetch[est.distance_of(slot)], choice.prefetch[region])
+    return len(stays) > 1
 
 
 def _streamed_share(problem: Problem, choice: Choice, index: int, model: StepModel) -> float:

@@ -8,7 +8,7 @@ from stages.artifacts.costs import Costs, LinkCost
 from stages.artifacts.slicing import HORIZONTAL, VERTICAL
 from stages.solve.build import build_problem
 from stages.solve.choice import CHUNK_SIZES, Choice, everything_resident, state_groups, weight_groups
-from stages.solve.problem import PlannedRegion, Problem
+from stages.solve.problem import Problem
 from tests.solve.strategies import sketches
 from tests.solve.synthetic import Sketch
 
@@ -68,7 +68,7 @@ def choices(draw: st.DrawFn, problem: Problem) -> Choice:
     usual = list(choice.activations)
     choice.weights = draw(st.lists(st.booleans(), min_size=regions, max_size=regions))
     choice.activations = [
-        draw(st.sampled_from(["keep", "recompute", "move"])) if _may_give_up(problem, region, how) else how
+        draw(st.sampled_from(["keep", "recompute", "move"])) if region.backward and how == "keep" else how
         for region, how in zip(problem.regions, usual, strict=True)
     ]
     groups = state_groups(problem)
@@ -83,11 +83,6 @@ def choices(draw: st.DrawFn, problem: Problem) -> Choice:
     choice.prefetch = [draw(distance) for _ in range(problem.distances)]
     _draw_partial(draw, problem, choice)
     return choice
-
-
-def _may_give_up(problem: Problem, region: PlannedRegion, how: str) -> bool:
-    """No solver gives up what is needed again at once."""
-    return region.backward and how == "keep" and region.index != problem.last_backward
 
 
 def _draw_partial(draw: st.DrawFn, problem: Problem, choice: Choice) -> None:
