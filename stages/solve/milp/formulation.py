@@ -13,6 +13,7 @@ from stages.artifacts.plan import bookkeeping_bytes
 from stages.solve.choice import CHUNK_SIZES, SMALL_ELEMENTS
 from stages.solve.estimate import Estimator
 from stages.solve.milp.demands import Demands
+from stages.solve.milp.far import add_far_links
 from stages.solve.milp.linear import Expression, LinearProgram
 from stages.solve.milp.traffic import Traffic, total
 from stages.solve.milp.transit import Stock, follow
@@ -39,6 +40,7 @@ class StepModel:
         self._add_positions(dynamic)
         self._add_update_phase()
         self._add_limit(dynamic)
+        add_far_links(self.program, estimator, self.variables, self._traffic)
 
     @property
     def small(self) -> list[int]:

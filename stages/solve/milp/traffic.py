@@ -36,10 +36,16 @@ class Rates:
 
 
 class Traffic:
-    """Rows that hold transfers to what both directions of a link carry."""
+    """Rows that hold transfers to what both directions of a link carry.
+
+    times, reads, writes: all stretches of the step, and all that is moved in them.
+    """
 
     def __init__(self, program: LinearProgram, read: LinkCost, write: LinkCost) -> None:
         self._program = program
+        self.times: list[int] = []
+        self.reads: list[int] = []
+        self.writes: list[int] = []
         self._rates = {
             busy: (Rates.of(read, busy=busy), Rates.of(write, busy=busy)) for busy in (False, True)
         }
@@ -53,6 +59,9 @@ class Traffic:
         Returns:
             Milliseconds that compute loses to them if it runs meanwhile.
         """
+        self.times.append(time)
+        self.reads += [variable for variable, _ in reads.terms]
+        self.writes += [variable for variable, _ in writes.terms]
         program, (read, write) = self._program, self._rates[busy]
         only_read = program.variable() if reads.terms else None
         only_write = program.variable() if writes.terms else None

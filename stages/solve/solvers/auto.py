@@ -17,7 +17,8 @@ Solver = Callable[[Task], Solution]
 #: nearer to the bound than this, nothing is left to look for
 _NEAR = 1e-3
 
-#: nearer than this, solvers that know no bound are not asked: none came so near by itself
+#: nearer than this, solvers that know no bound are not asked (none came so near by itself), nor once twice
+#: the time limit is used up
 _NEAR_ENOUGH = 0.1
 
 
@@ -48,7 +49,8 @@ def _candidates(task: Task, search: ModelSearch, deadline: Deadline) -> Iterator
     search.improve(deadline)
     search.sharpen_bound()
     for solve_by in (layerwise.solve, greedy_async.solve, greedy_sync.solve):
-        if search.gap > _NEAR_ENOUGH:
+        late = search.best is not None and deadline.left_s < -task.time_limit_s
+        if search.gap > _NEAR_ENOUGH and not late:
             yield from _ask(task, solve_by)
 
 
