@@ -16,6 +16,8 @@ from stages.config import format_size
 from stages.process import REFUSED, die_with_parent
 from stages.report.pictures import curve_picture
 
+_FILE_WIDTH = 160
+
 
 def as_table(curve: Curve) -> Table:
     """One row per budget."""
@@ -67,6 +69,8 @@ def main() -> None:
         sys.exit(REFUSED)
     envelope.write_atomically(folder / "curve.svg", curve_picture(curve).encode())
     console = Console()
+    if not console.is_terminal:  # a file has no width, and rows should stay rows
+        console = Console(width=_FILE_WIDTH)
     console.print(as_table(curve))
     console.print(f"{folder}/curve.json, curve.svg")
 
