@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ from stages.optim.make import make_kernel
 from stages.region.initial import decode_literal, iterate_initial
 from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
+from stages.solve.solvers import SOLVERS
+from stages.solve.task import Solution, Task
 from stages.trace import stage as trace
 from stages.trace.profile.cuts import loss_for
 from stages.trace.profile.optimizer import state_specs
@@ -39,6 +42,7 @@ from stages.trace.profile.regions import measure_region
 from stages.trace.profile.stand_ins import representative_cases
 from tests import reference
 from tests.models_for_tests import LENGTH, SmallModel, tokens
+from tests.parity import reading_ahead
 
 SEED = 3
 LEARNING_RATE = 1e-2
@@ -53,6 +57,7 @@ class Variant:
 
     layout "tight" gives a slot to the next buffer as soon as it is free; the adversarial lane runs
     every transfer at the last moment and overwrites what is free or not yet fetched.
+    share: of the way from the least budget to what everything in memory takes; solve: in the solver's place.
     """
 
     name: str
@@ -60,6 +65,8 @@ class Variant:
     least: bool
     layout: str = "packed"
     lane: str = "cpu"
+    share: float = 0.0
+    solve: Callable[[Task], Solution] | None = None
 
 
 RESIDENT = Variant("resident", "resident", least=False)
@@ -67,6 +74,10 @@ LEAST = Variant("least", "greedy_async", least=True)
 REUSED_SLOTS = Variant("reused_slots", "layerwise", least=True, layout="tight")
 ADVERSARIAL = Variant("adversarial", "greedy_async", least=True, layout="tight", lane="adversarial")
 VARIANTS = [RESIDENT, LEAST, REUSED_SLOTS, ADVERSARIAL]
+READ_AHEAD = Variant(
+    "read_ahead", "milp", least=False, layout="tight", lane="adversarial", solve=reading_ahead.solve
+)
+AUTO = Variant("auto", "auto", least=True, lane="adversarial", share=0.3)
 
 
 @cache
@@ -163,14 +174,24 @@ def sliced_costs(model: SmallModel, precision: str, rows: int, micro_batches: in
 
 def plan_of(config: RunConfig, graph: g.RegionGraph, costs: Costs, variant: Variant, order: str = "") -> Plan:
     """The plan at an ample budget or at exactly the least one that the solver names."""
-    config.solver = replace(config.solver, micro_batch_order=order or "auto")
+    config.solver = replace(config.solver, micro_batch_order=order or "auto", time_limit_s=1.0)
     if variant.least:
         with pytest.raises(InfeasibleBudgetError) as refusal:
             solve.run(config, graph, costs, layout=variant.layout)
-        config.budget = str(refusal.value.least_feasible_bytes)
-    plan = solve.run(config, graph, costs, layout=variant.layout)[0]
+        least = refusal.value.least_feasible_bytes or 0
+        config.budget = str(least + round(variant.share * (_resident_bytes(config, graph, costs) - least)))
+    solver = SOLVERS[variant.solver] if variant.solve is None else variant.solve
+    with mock.patch.dict(SOLVERS, {variant.solver: solver}):
+        plan = solve.run(config, graph, costs, layout=variant.layout)[0]
     assert plan.placement.micro_batch_order == order or not order
     return plan
+
+
+def _resident_bytes(config: RunConfig, graph: g.RegionGraph, costs: Costs) -> int:
+    """The budget in which everything stays."""
+    ample = replace(config, budget=str(AMPLE_BYTES), solver=replace(config.solver, name="resident"))
+    plan = solve.run(ample, graph, costs)[0]
+    return plan.prediction.peak_bytes + plan.margin_bytes
 
 
 def train(

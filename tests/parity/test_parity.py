@@ -13,7 +13,7 @@ from stages.artifacts.errors import TraceError
 from tests import reference
 from tests.models_for_tests import BY_NAME, MODELS, SmallModel
 from tests.parity import harness
-from tests.parity.harness import RESIDENT, VARIANTS, Variant
+from tests.parity.harness import AUTO, READ_AHEAD, RESIDENT, VARIANTS, Variant
 
 #: a short batch between full ones: the same plan must hold for it
 ROWS = (2, 1, 2)
@@ -25,6 +25,12 @@ IN_ALL_PRECISIONS = (
     "gpt2", "llama", "bert", "t5", "lstm", "conv_bn", "block_twice", "three_way_tie", "low_rank",
 )  # fmt: skip
 
+#: models of unlike structure, with a weight that is read in several places and one of odd length
+READ_AHEAD_CASES = (
+    ("gpt2", "fp32"), ("gpt2", "bf16"), ("gpt2", "fp16"), ("t5", "fp32"), ("odd_mlp", "fp32"),
+    ("odd_mlp", "bf16"), ("odd_mlp", "fp16"), ("three_way_tie", "bf16"),
+)  # fmt: skip
+
 
 def _cases() -> Iterator[tuple[str, str, Variant]]:
     for model in MODELS:
@@ -33,6 +39,9 @@ def _cases() -> Iterator[tuple[str, str, Variant]]:
         for precision in STEPS if model.name in IN_ALL_PRECISIONS else ("fp32",):
             for variant in VARIANTS:
                 yield model.name, precision, variant
+    for name, precision in READ_AHEAD_CASES:
+        for variant in (READ_AHEAD, AUTO):
+            yield name, precision, variant
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +94,18 @@ def test_bitwise_equal_to_the_plain_loop(name: str, precision: str, variant: Var
     assert len(expected.skipped_steps) < STEPS[precision], "nothing was trained"
     found = harness.train(model, precision, _batches(model), variant, steps=STEPS[precision], disk=tmp_path)
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "odd_mlp"])
+def test_plans_that_read_ahead_use_all_that_placements_offer(name: str, tmp_path: Path) -> None:
+    model = BY_NAME[name]
+    graph, costs = harness.traced(model, "fp32", 2)
+    config = harness.config_of(model, "fp32", rows=2, solver="milp", disk=tmp_path)
+    placement = harness.plan_of(config, graph, costs, READ_AHEAD).placement
+    assert placement.moving_bytes > 0
+    assert placement.hold > 0
+    assert placement.resident_elements
+    assert placement.resident_weights
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "low_rank", "partly_used", "odd_mlp"])
