@@ -44,11 +44,16 @@ class StepModel:
 
     @property
     def small(self) -> list[int]:
-        """Variables of weights and state so small that a transfer's latency, which the model does not
-        see, costs more than their memory is worth."""
+        """Variables of weights, state and values so small that a transfer's latency, which the model does
+        not see, costs more than their memory is worth."""
         weights = zip(self.estimator.weights, self.variables.weights, strict=True)
         states = zip(self.estimator.states, self.variables.state, strict=True)
         found = [variable for group, variable in weights if group.bytes < 4 * SMALL_ELEMENTS]
+        found += [
+            variable
+            for name, variable in self.variables.values.items()
+            if self.problem.values[name].bytes < 4 * SMALL_ELEMENTS
+        ]
         return found + [variable for group, variable in states if group.small]
 
     @property

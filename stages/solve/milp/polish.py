@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stages.solve.choice import Choice, chunk_sizes
 from stages.solve.deadline import Deadline
-from stages.solve.milp.realisation import realise_full
+from stages.solve.milp.realisation import realise_spread, with_room
 from stages.solve.task import Candidate, Task
 
 #: how much of the room beside what must be there goes to slots, tried in turn
@@ -36,8 +36,13 @@ def fastest(task: Task, choice: Choice) -> Candidate | None:
         return None
     moves = bool(choice.values) or "move" in choice.activations
     best: Candidate | None = None
+    spread: list[Choice] = []
     for share in _SHARES if moves else (1.0,):
-        candidate = realise_full(task, choice, memory.resident + int(share * room))
+        trial = with_room(task, choice, memory.resident + int(share * room))
+        if trial in spread:
+            continue  # where little moves, they come to the same
+        spread.append(trial)
+        candidate = realise_spread(task, trial)
         if candidate.fits(task) and (best is None or candidate.simulation.step_ns < best.simulation.step_ns):
             best = candidate
     return best

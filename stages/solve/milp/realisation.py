@@ -17,6 +17,11 @@ def realise_full(task: Task, choice: Choice, arena_bytes: int) -> Candidate:
     Args:
         arena_bytes: What the arena should take; all else is for tensors outside it.
     """
+    return realise_spread(task, with_room(task, choice, arena_bytes))
+
+
+def with_room(task: Task, choice: Choice, arena_bytes: int) -> Choice:
+    """`choice` with distances and `moving_bytes` that use all the room there is by the estimate."""
     est = task.estimator
     memory = est.memory(choice)
     room = task.limit_bytes - task.fixed_bytes - memory.resident
@@ -24,6 +29,11 @@ def realise_full(task: Task, choice: Choice, arena_bytes: int) -> Candidate:
     dynamic = min(max(least, task.limit_bytes - task.fixed_bytes - arena_bytes), max(least, room - 1))
     choice = with_distances(est, choice, dynamic)
     choice.moving_bytes = max(1, room - max(est.dynamic(choice)))
+    return choice
+
+
+def realise_spread(task: Task, choice: Choice) -> Candidate:
+    """Lowers `choice` with as much of its `moving_bytes` as fits."""
     candidate = realise(task, choice)
     for _ in range(_ATTEMPTS):
         if candidate.fits(task) or choice.moving_bytes == 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.solve.deadline import Deadline
 from stages.solve.least_budget import most_frugal, require_budget, settle
+from stages.solve.milp.exhaustive import exhaust
 from stages.solve.milp.polish import polish
 from stages.solve.milp.search import ModelSearch
 from stages.solve.solvers import greedy_async, greedy_sync, layerwise, resident
@@ -35,9 +36,11 @@ def solve(task: Task) -> Solution:
     search.find_bound(deadline)
     for candidate in _candidates(task, search, deadline):
         search.take(candidate)
+    search.take(frugal)
     best = search.best
     if best is not None:
         best = polish(task, best, deadline, bound_ns=int(search.bound_ns * (1 + _NEAR)))
+        best = exhaust(task, best, deadline)
     return settle(task, "auto", [best], frugal, lower_bound_ns=search.bound_ns)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stages.solve.deadline import Deadline
 from stages.solve.least_budget import most_frugal, require_budget, settle
+from stages.solve.milp.exhaustive import exhaust
 from stages.solve.milp.polish import polish
 from stages.solve.milp.search import ModelSearch
 from stages.solve.task import Solution, Task, realise
@@ -22,7 +23,8 @@ def solve(task: Task) -> Solution:
     search.find_bound(deadline)
     search.improve(deadline)
     search.sharpen_bound()
+    search.take(frugal)
     best = search.best
     if best is not None:
-        best = polish(task, best, deadline, bound_ns=search.bound_ns)
+        best = exhaust(task, polish(task, best, deadline, bound_ns=search.bound_ns), deadline)
     return settle(task, "milp", [best], frugal, search.bound_ns)
