@@ -2,7 +2,7 @@
 
 Policies:
     packed: large buffers first, each into the smallest gap that holds it; or in order of time, each
-        as low as it goes; whichever needs less.
+        as low as it goes; whichever needs less. Of very many buffers only the latter.
     tight: in order of time, each as low as it goes, so that a freed slot is filled at once.
 
 Offline dynamic storage allocation is NP-hard; best fit by decreasing size is the usual heuristic
@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -24,6 +26,9 @@ from stages.solve.lowering.draft import Residency
 from stages.solve.problem import align
 
 POLICIES = ("packed", "tight")
+
+#: packing by size compares every buffer with every other one
+_MOST_BY_SIZE = 6000
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,9 @@ def lay_out(
             offsets[buffer.id] = bottom
             bottom += align(buffer.bytes)
     requests = _requests(buffers, residencies)
-    orders = [sorted(requests, key=lambda request: (request.stays, -request.bytes))]
-    if policy == "packed":
-        orders.append(sorted(requests, key=lambda request: (-request.bytes, request.stays)))
-    packed = [_pack(order, best_fit=position > 0) for position, order in enumerate(orders)]
-    moving, top = min(packed, key=lambda result: result[1])
+    moving, top = _pack_by_time(requests)
+    if policy == "packed" and len(requests) <= _MOST_BY_SIZE and top > _most_at_once(requests):
+        moving, top = min((moving, top), _pack_by_size(requests), key=itemgetter(1))
     offsets.update({buffer: bottom + offset for buffer, offset in moving.items()})
     return offsets, bottom + top
 
@@ -93,11 +96,34 @@ def _requests(buffers: Sequence[Buffer], residencies: Sequence[Iterable[Residenc
     ]
 
 
-def _pack(order: Sequence[Request], *, best_fit: bool) -> tuple[dict[int, int], int]:
+def _most_at_once(requests: Iterable[Request]) -> int:
+    """Bytes that are on the device together: no layout takes less."""
+    changes = [
+        change
+        for request in requests
+        for first, last in request.stays
+        for change in ((first, request.bytes), (last + 1, -request.bytes))
+    ]
+    return max(accumulate(size for _, size in sorted(changes)), default=0)
+
+
+def _pack_by_time(requests: Iterable[Request]) -> tuple[dict[int, int], int]:
+    order = sorted(requests, key=lambda request: (request.stays, -request.bytes))
+    return _pack(order, best_fit=False, by_time=True)
+
+
+def _pack_by_size(requests: Iterable[Request]) -> tuple[dict[int, int], int]:
+    order = sorted(requests, key=lambda request: (-request.bytes, request.stays))
+    return _pack(order, best_fit=True, by_time=False)
+
+
+def _pack(order: Sequence[Request], *, best_fit: bool, by_time: bool) -> tuple[dict[int, int], int]:
     offsets: dict[int, int] = {}
     placed = _Placed(sum(len(request.stays) for request in order))
     top = 0
     for request in order:
+        if by_time:
+            placed.forget_before(request.stays[0][0])
         offset = _gap(*placed.beside(request), request.bytes, best_fit=best_fit)
         offsets[request.buffer] = offset
         top = max(top, offset + request.bytes)
@@ -110,24 +136,32 @@ class _Placed:
 
     def __init__(self, stays: int) -> None:
         self._count = 0
-        self._first, self._last = np.zeros(stays, np.int64), np.zeros(stays, np.int64)
-        self._bottom, self._top = np.zeros(stays, np.int64), np.zeros(stays, np.int64)
+        self._crowded = 64
+        self._columns = np.zeros((4, stays), np.int64)  # first, last, bottom, top
 
     def add(self, request: Request, offset: int) -> None:
         for first, last in request.stays:
-            self._first[self._count], self._last[self._count] = first, last
-            self._bottom[self._count], self._top[self._count] = offset, offset + request.bytes
+            self._columns[:, self._count] = first, last, offset, offset + request.bytes
             self._count += 1
+
+    def forget_before(self, moment: int) -> None:
+        """Drops what has left for good, where it has become much: nothing asked for from now on meets it."""
+        if self._count < self._crowded:
+            return
+        there = self._columns[:, : self._count]
+        kept = there[:, there[1] >= moment]
+        self._count = kept.shape[1]
+        self._crowded = 2 * self._count + 64
+        self._columns[:, : self._count] = kept
 
     def beside(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
         """Bottoms and tops of what is on the device together with `request`, from low to high."""
-        firsts, lasts = self._first[: self._count], self._last[: self._count]
+        firsts, lasts, bottoms, tops = self._columns[:, : self._count]
         meets = np.zeros(self._count, bool)
         for first, last in request.stays:
             meets |= (firsts <= last) & (lasts >= first)
-        bottoms, tops = self._bottom[: self._count][meets], self._top[: self._count][meets]
-        order = np.argsort(bottoms, kind="stable")
-        return bottoms[order], tops[order]
+        order = bottoms[meets].argsort(kind="stable")
+        return bottoms[meets][order], tops[meets][order]
 
 
 def _gap(bottoms: np.ndarray, tops: np.ndarray, size: int, *, best_fit: bool) -> int:
@@ -136,8 +170,8 @@ def _gap(bottoms: np.ndarray, tops: np.ndarray, size: int, *, best_fit: bool) ->
         return 0
     below = np.concatenate(([0], np.maximum.accumulate(tops)))
     holes = bottoms - below[:-1]
-    fitting = np.flatnonzero(holes >= size)
+    fitting = (holes >= size).nonzero()[0]
     if not len(fitting):
         return int(below[-1])
-    chosen = fitting[np.argmin(holes[fitting])] if best_fit else fitting[0]
+    chosen = fitting[holes[fitting].argmin()] if best_fit else fitting[0]
     return int(below[chosen])

@@ -223,8 +223,16 @@ class Problem:
         return len(self.turns)
 
     @cached_property
-    def _slot_of(self) -> dict[Turn, int]:
-        return {turn: slot for slot, turn in enumerate(self.turns)}
+    def _slot_of(self) -> dict[tuple[int, int, bool], int]:
+        return {(turn.region, turn.micro_batch, turn.forward): slot for slot, turn in enumerate(self.turns)}
+
+    @cached_property
+    def completed_in(self) -> dict[int, tuple[PlannedParameter, ...]]:
+        """Region -> parameters whose gradient is complete after its backward, in order of their update."""
+        found: dict[int, list[PlannedParameter]] = {}
+        for parameter in self.updated:
+            found.setdefault(parameter.update_region, []).append(parameter)
+        return {region: tuple(parameters) for region, parameters in found.items()}
 
     @property
     def last_micro_batch(self) -> int:
@@ -261,10 +269,10 @@ class Problem:
         return self.precision == "fp16"
 
     def forward_slot(self, region: int, micro_batch: int = 0) -> int:
-        return self._slot_of[Turn(region, micro_batch, True)]
+        return self._slot_of[region, micro_batch, True]
 
     def backward_slot(self, region: int, micro_batch: int = 0) -> int:
-        return self._slot_of[Turn(region, micro_batch, False)]
+        return self._slot_of[region, micro_batch, False]
 
     def update_slot(self, region: int) -> int:
         """The slot after which gradients that are complete in `region` have their sum over all

@@ -2,197 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from stages.artifacts.costs import LinkCost
-from stages.artifacts.plan import ALIGNMENT, LANES, Buffer, Instruction, Phase, bookkeeping_bytes
+from stages.artifacts.plan import Buffer, Instruction, Phase, bookkeeping_bytes
 from stages.artifacts.timeline import Event, Timeline
+from stages.solve.clock import Span, home_of, run_phase, transfer_bytes
 from stages.solve.lowering.lower import Program
 from stages.solve.memory import Peak, dynamic_peak, stays_of
-from stages.solve.problem import Problem, align
-
-#: compute goes on at this share of its speed at least, whatever the links' shares add up to
-_LEAST_RATE = 0.1
+from stages.solve.problem import Problem
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """step_ns: phases "step" and, where there is one, "update"."""
+    """step_ns: phases "step" and, where there is one, "update". What only the plan that is chosen is asked
+    for is worked out then."""
 
     peak_bytes: int
     step_ns: int
-    moved_bytes: dict[str, int]
     binding: str
-    timeline: Timeline
+    _problem: Problem
+    _program: Program
+    _spans: dict[str, list[Span]]  # by phase, from the phase's start
 
+    @cached_property
+    def moved_bytes(self) -> dict[str, int]:
+        """Lane -> bytes; beside an accelerator also those of the disk's part of each link."""
+        moved: dict[str, int] = {"read": 0, "write": 0}
+        for phase in self._phases:
+            for instruction in phase.instructions:
+                size = transfer_bytes(self._program.buffers, instruction)
+                if size:
+                    _count_moved(self._problem, self._program.buffers, instruction, size, moved)
+        return moved
 
-@dataclass(frozen=True)
-class _Active:
-    """What runs at a moment."""
-
-    compute: bool
-    links: tuple[LinkCost, ...]
-
-    @property
-    def compute_rate(self) -> float:
-        """Of compute's speed alone: each active link takes its share."""
-        return max(_LEAST_RATE, 1 - sum(link.compute_slowdown_ppm for link in self.links) / 1e6)
-
-    def bytes_per_ns(self, link: LinkCost) -> float:
-        contended = len(self.links) > 1
-        speed = link.contended_bytes_per_s if contended else link.bytes_per_s
-        if self.compute:
-            busy = link.busy_contended_bytes_per_s if contended else link.busy_bytes_per_s
-            speed = busy or speed
-        return max(1, speed) / 1e9
-
-
-@dataclass
-class _Transfer:
-    """A transfer under way: first the latency, then bytes at a rate that may change."""
-
-    link: LinkCost
-    latency_ns: float
-    bytes_left: float
-
-    def remaining_ns(self, active: _Active) -> float:
-        return self.latency_ns + self.bytes_left / active.bytes_per_ns(self.link)
-
-    def advance(self, elapsed_ns: float, active: _Active) -> None:
-        waited = min(self.latency_ns, elapsed_ns)
-        self.latency_ns -= waited
-        self.bytes_left = max(0.0, self.bytes_left - (elapsed_ns - waited) * active.bytes_per_ns(self.link))
-
-
-@dataclass
-class _Lane:
-    queue: list[Instruction]
-    position: int = 0
-    started_ns: float = 0.0
-    running: bool = False
-    compute_left_ns: float = 0.0
-    transfer: _Transfer | None = None
+    @cached_property
+    def timeline(self) -> Timeline:
+        events: list[Event] = []
+        memory: list[tuple[int, int]] = []
+        start_ns = 0.0
+        for phase in self._phases:
+            spans = self._spans[phase.name]
+            events += _events(self._problem, self._program, phase, spans, start_ns)
+            memory += _memory_curve(self._problem, self._program, phase, spans, start_ns)
+            start_ns += _length(spans)
+        return Timeline("predicted", 0, events, memory)
 
     @property
-    def current(self) -> Instruction:
-        return self.queue[self.position]
-
-    def remaining_ns(self, active: _Active) -> float:
-        if self.transfer is None:
-            return self.compute_left_ns / active.compute_rate
-        return self.transfer.remaining_ns(active)
-
-    def advance(self, elapsed_ns: float, active: _Active) -> None:
-        if self.transfer is None:
-            self.compute_left_ns -= elapsed_ns * active.compute_rate
-        else:
-            self.transfer.advance(elapsed_ns, active)
+    def _phases(self) -> list[Phase]:
+        return [phase for phase in self._program.phases if phase.name in self._spans]
 
 
 def simulate(problem: Problem, program: Program, evaluation: Problem | None = None) -> Simulation:
     """Runs `program` on paper."""
-    clock = 0.0
-    events: list[Event] = []
-    memory: list[tuple[int, int]] = []
-    moved: dict[str, int] = {"read": 0, "write": 0}
-    for phase in program.phases:
-        if phase.name == "evaluate":
-            continue
-        spans = _run_phase(problem, program, phase)
-        start_ns = clock
-        for instruction, (start, end) in zip(phase.instructions, spans, strict=True):
-            size = transfer_bytes(program.buffers, instruction)
-            if size:
-                _count_moved(problem, program.buffers, instruction, size, moved)
-            if instruction.operation != "free":
-                name = _name(problem, program.buffers, instruction)
-                events.append(
-                    Event(instruction.lane, name, round(start_ns + start), round(start_ns + end), size)
-                )
-            clock = max(clock, start_ns + end)
-        memory += _memory_curve(problem, program, phase, spans, start_ns)
+    spans = {
+        phase.name: run_phase(problem, program.buffers, phase)
+        for phase in program.phases
+        if phase.name != "evaluate"
+    }
     peak, binding = _peak(problem, program, evaluation)
-    timeline = Timeline("predicted", 0, events, memory)
-    return Simulation(peak, round(clock), moved, binding, timeline)
+    return Simulation(peak, round(sum(map(_length, spans.values()))), binding, problem, program, spans)
 
 
-def transfer_bytes(buffers: Sequence[Buffer], instruction: Instruction) -> int:
-    """Bytes on the link: whole aligned blocks."""
-    if instruction.lane == "compute":
-        return 0
-    return sum(align(buffers[access.buffer].bytes) for access in (*instruction.reads, *instruction.writes))
+def _length(spans: list[Span]) -> float:
+    return max((end for _, end in spans), default=0.0)
 
 
-def _home(buffers: Sequence[Buffer], instruction: Instruction) -> str:
-    return buffers[(instruction.reads or instruction.writes)[0].buffer].home
+def _events(
+    problem: Problem, program: Program, phase: Phase, spans: list[Span], start_ns: float
+) -> Iterator[Event]:
+    for instruction, (start, end) in zip(phase.instructions, spans, strict=True):
+        if instruction.operation != "free":
+            name = _name(problem, program.buffers, instruction)
+            size = transfer_bytes(program.buffers, instruction)
+            yield Event(instruction.lane, name, round(start_ns + start), round(start_ns + end), size)
 
 
 def _count_moved(
     problem: Problem, buffers: Sequence[Buffer], instruction: Instruction, size: int, moved: dict[str, int]
 ) -> None:
     moved[instruction.lane] += size
-    if problem.host is not None and _home(buffers, instruction) == "disk":
+    if problem.host is not None and home_of(buffers, instruction) == "disk":
         link = f"disk_{instruction.lane}"
         moved[link] = moved.get(link, 0) + size
-
-
-def latency_ns(link: LinkCost, buffers: Sequence[Buffer], instruction: Instruction) -> float:
-    """What a transfer takes beside its bytes at the link's bandwidth."""
-    moved = [buffers[access.buffer] for access in (*instruction.reads, *instruction.writes)]
-    scattered = sum(align(buffer.bytes) for buffer in moved if buffer.offset is None)
-    return float(link.latency_ns + scattered // ALIGNMENT * link.scattered_block_ns)
-
-
-def compute_ns(problem: Problem, instruction: Instruction) -> float:
-    """Duration of a compute instruction."""
-    if instruction.operation == "update":
-        optimizer = problem.optimizer
-        return optimizer.latency_ns + instruction.count * 1e9 / max(1, optimizer.elements_per_s)
-    if instruction.operation == "free":
-        return 0.0
-    cost = problem.regions[instruction.region].cost
-    return float(cost.backward_ns if instruction.operation == "backward" else cost.forward_ns)
-
-
-def _run_phase(problem: Problem, program: Program, phase: Phase) -> list[tuple[float, float]]:
-    """Start and end of every instruction, in nanoseconds from the phase's start."""
-    lanes = {name: _Lane([item for item in phase.instructions if item.lane == name]) for name in LANES}
-    spans: list[tuple[float, float]] = [(0.0, 0.0)] * len(phase.instructions)
-    finished = [False] * len(phase.instructions)
-    now, left = 0.0, len(phase.instructions)
-    while left:
-        for lane in lanes.values():
-            if not lane.running and lane.position < len(lane.queue):
-                _start(problem, program, lane, finished, now)
-        running = [lane for lane in lanes.values() if lane.running]
-        links = tuple(lane.transfer.link for lane in running if lane.transfer is not None)
-        active = _Active(lanes["compute"].running, links)
-        elapsed = min(lane.remaining_ns(active) for lane in running)
-        now += elapsed
-        for lane in running:
-            done = lane.remaining_ns(active) <= elapsed
-            lane.advance(elapsed, active)
-            if done:
-                spans[lane.current.id] = (lane.started_ns, now)
-                finished[lane.current.id] = True
-                lane.running = False
-                lane.position += 1
-                left -= 1
-    return spans
-
-
-def _start(problem: Problem, program: Program, lane: _Lane, finished: list[bool], now: float) -> None:
-    instruction = lane.current
-    if not all(finished[other] for other in instruction.after):
-        return
-    lane.running, lane.started_ns, lane.transfer = True, now, None
-    if instruction.lane == "compute":
-        lane.compute_left_ns = compute_ns(problem, instruction)
-        return
-    link = problem.link(instruction.lane, _home(program.buffers, instruction))
-    size = transfer_bytes(program.buffers, instruction)
-    lane.transfer = _Transfer(link, latency_ns(link, program.buffers, instruction), float(size))
 
 
 def _name(problem: Problem, buffers: Sequence[Buffer], instruction: Instruction) -> str:
@@ -210,7 +103,7 @@ def _memory_curve(
     problem: Problem,
     program: Program,
     phase: Phase,
-    spans: list[tuple[float, float]],
+    spans: list[Span],
     start_ns: float,
 ) -> list[tuple[int, int]]:
     """Bytes on the device over time, baseline and arena included."""

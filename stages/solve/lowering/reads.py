@@ -38,18 +38,17 @@ class ReadAhead:
         self._queue = deque(reads)
         self._capacity_bytes = capacity_bytes
         self._inside: dict[int, int] = {}
-        self._freed = -1
+        self._inside_bytes = 0
+        self._seen = 0
+        self._full = False
 
     def advance(self) -> None:
         """Emits what there is room for."""
-        freed = len(self._draft.residencies)
-        if not self._queue or freed == self._freed:
+        if not self._queue or (self._full and len(self._draft.residencies) == self._seen):
             return  # nothing has left since there was no room
-        self._freed = freed
-        self._inside = {
-            buffer: size for buffer, size in self._inside.items() if self._draft.is_present(buffer)
-        }
-        room = self._capacity_bytes - sum(self._inside.values())
+        self._settle()
+        self._full = True
+        room = self._capacity_bytes - self._inside_bytes
         while self._queue:
             buffer = self._queue[0].buffer
             # one that is still there for an earlier use cannot be read again yet
@@ -61,12 +60,22 @@ class ReadAhead:
     def require(self, order: tuple[int, ...]) -> None:
         """Emits whatever is first used at `order` or before and has not been emitted."""
         while self._queue and self._queue[0].order <= order:
+            self._settle()
+            self._full = False
             self._emit()
+
+    def _settle(self) -> None:
+        """Takes account of what has left."""
+        ended = self._draft.residencies
+        for stay in ended[self._seen :]:
+            self._inside_bytes -= self._inside.pop(stay.buffer, 0)
+        self._seen = len(ended)
 
     def _emit(self) -> None:
         buffer = self._queue.popleft().buffer
         self._draft.read(buffer)
         self._inside[buffer] = self._bytes(buffer)
+        self._inside_bytes += self._inside[buffer]
 
     def _bytes(self, buffer: int) -> int:
         return align(self._buffers[buffer].bytes)

@@ -293,10 +293,7 @@ class StepLowering:
         return sent, joined
 
     def _complete_gradients(self, region: PlannedRegion, slot: int) -> None:
-        complete = [
-            parameter for parameter in self._problem.updated if parameter.update_region == region.index
-        ]
-        for parameter in complete:
+        for parameter in self._problem.completed_in.get(region.index, ()):
             gradient = self._table.gradient(parameter)
             if self._placement.gradients == "consume":
                 self._updates.run(parameter.name)
