@@ -21,7 +21,7 @@ from stages.artifacts.errors import StageError, TraceError
 from stages.trace import checkpoints, dimensions, gradients, libraries
 from stages.trace.build import Built
 from stages.trace.dimensions import Dimensions, Resolved
-from stages.trace.places import error_place
+from stages.trace.places import error_place, source_line
 from stages.trace.structure import Flat, Path, replaced, tensors_in
 
 
@@ -90,7 +90,7 @@ def _intercepted(model: torch.nn.Module) -> Iterator[None]:
     no_guards = mock.patch.object(
         torch.export.exported_program, "_convert_guards_to_code", create=True, return_value=[]
     )
-    with gradients.refused(model), checkpoints.marked(), libraries.as_in_training(), _quiet(), no_guards:
+    with gradients.refused(model), checkpoints.marked(), libraries.as_in_training(model), _quiet(), no_guards:
         yield
 
 
@@ -141,7 +141,7 @@ def _reported(model: torch.nn.Module) -> Iterator[None]:
         raise
     except Exception as error:  # a boundary: the user's forward may raise anything
         module, place = error_place(error, model)
-        cause = _cause(error)
+        cause = _cause(error, source_line(place))
         raise TraceError(
             f"{place or 'the model'}: module {module or type(model).__name__!r} cannot be traced: {cause}",
             found=type(error).__name__,
@@ -149,13 +149,18 @@ def _reported(model: torch.nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _cause(error: BaseException) -> str:
-    """One line that says what happened; branches on data are named as such."""
+def _cause(error: BaseException, line: str) -> str:
+    """One line that says what happened; branches on data are named as such.
+
+    Args:
+        line: Of the model's source, where it happened.
+    """
     name = type(error).__name__
     if name in _DATA_DEPENDENT:
         return (
-            "it branches on, or takes a size from, the values of a tensor, so that one trace does not hold "
-            f"for all batches ({name}). Replace the branch by torch.where or make it independent of the data"
+            f"`{line}` branches on, or takes a size from, the values of a tensor, so that one trace does not "
+            f"hold for all batches ({name}). Replace the branch by torch.where or make it independent of the "
+            "data"
         )
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{name}: {first}"

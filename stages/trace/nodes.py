@@ -189,12 +189,21 @@ class _Converter:
                 found="sparse=True",
                 expected="sparse=False",
             )
+        random = effects.is_random(op, args, kwargs)
+        if random and checkpoints.redraws(node.meta):
+            raise TraceError(
+                f"{place or 'the model'}: module {module!r} draws random numbers ({op}) inside a checkpoint "
+                f"block with preserve_rng_state=False, so that its backward would belong to other numbers "
+                f"than its forward. Expected the same ones: leave preserve_rng_state out",
+                found="preserve_rng_state=False",
+                expected="preserve_rng_state=True",
+            )
         specs = tuple(
             self._spec(item, node) for item in _flat(node.meta.get("val")) if isinstance(item, torch.Tensor)
         )
         record = g.Node(
             name=self._unique(node.name), op=op, args=args, kwargs=kwargs, no_grad=modes.no_grad,
-            autocast=modes.autocast, random=effects.is_random(op, args, kwargs), module=module,
+            autocast=modes.autocast, random=random, module=module,
             location=place, checkpoint=checkpoints.marks(node.meta),
         )  # fmt: skip
         writes, returned = effects.written(op, args, kwargs)

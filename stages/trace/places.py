@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import traceback
 from pathlib import Path
@@ -55,6 +56,12 @@ def _innermost(trace: TracebackType | None, model: torch.nn.Module | None) -> tu
         if is_users(frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}:{line}"
     return module_name, place
+
+
+def source_line(place: str) -> str:
+    """The text at "file:line", without its indentation; the place itself where there is none."""
+    filename, _, number = place.rpartition(":")
+    return linecache.getline(filename, int(number)).strip() if number.isdigit() else place
 
 
 def stack_place(stack: str | None) -> str:

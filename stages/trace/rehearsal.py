@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stages.artifacts import graph as g
 from stages.artifacts.errors import StageError, TraceError
-from stages.region import operators
+from stages.region import operators, shapes
 from stages.region.interpreter import decode
 from stages.trace.nodes import Traced
 
@@ -51,7 +51,7 @@ def rehearse(
     Raises:
         TraceError: A node fails, or gives a tensor of another shape than was traced.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), shapes.as_computed():
         run = _Run(sizes)
         for parameter in parameters:
             run.enter(parameter.name, parameter.spec, parameter.requires_grad)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stages.artifacts.errors import TraceError
 from stages.trace.stage import trace_module
 from tests import reference
 from tests.models_for_tests import BY_NAME, Block
@@ -86,3 +87,41 @@ def test_checkpointing_that_transformers_switches_on_marks_every_layer() -> None
     expected = reference.loss_of(reference.call(plain, batch))
     torch.manual_seed(3)
     assert run_regions(graph, weights_of(graph, module), (), batch).item() == expected.item()
+
+
+def redrawing(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def redrawing_with_reentry(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=True, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("run", [redrawing, redrawing_with_reentry])
+def test_dropout_that_recompute_would_draw_anew_is_refused(run: Callable[..., Tensor]) -> None:
+    module = Checkpointed(run, nested=True)
+    with pytest.raises(TraceError, match=r"'blocks\.\d\.dropout' draws.*preserve_rng_state=False"):
+        trace_module(module, (torch.randn(3, 8),))
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    assert any(node.checkpoint for node in trace_module(module, (torch.randn(3, 8),)).nodes)
+
+
+def test_reentrant_blocks_whose_inputs_need_no_gradient_get_none_as_in_eager() -> None:
+    class Scaled(Checkpointed):
+        def __init__(self) -> None:
+            super().__init__(reentrant, nested=False)
+            self.scale = nn.Parameter(torch.ones(()))
+            self.blocks[0].requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    module = Scaled()
+    with pytest.warns(UserWarning, match="None of the inputs"):
+        graph = trace_module(module, (torch.randn(3, 8),))
+    with pytest.warns(UserWarning, match="None of the inputs"):
+        module(torch.randn(3, 8)).backward()
+    received = {name for region in graph.regions for name in region.gradients}
+    assert received == {name for name, p in module.named_parameters() if p.grad is not None} == {"scale"}

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import RegionCost
-from stages.region import autograd
+from stages.region import autograd, shapes
 from stages.region.interpreter import RegionFunction
 from stages.trace.profile.roofline.recorder import Kernel, Recorder
 from stages.trace.profile.stand_ins import Case, gradient_like, region_tensors
@@ -68,7 +68,7 @@ def region_cost(
 
 def work_of(graph: g.RegionGraph, case: Case, stand_ins: Mapping[str, Callable[..., object]]) -> Work:
     """Runs the region on tensors without memory: forward, backward, and a forward that drops."""
-    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(), shapes.as_computed():
         run = _Run(graph, case, stand_ins)
         forward, saved, forward_peak, backward, backward_peak = run.keeping()
         dropped_peak = run.dropping()
