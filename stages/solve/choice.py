@@ -84,8 +84,8 @@ class Choice:
     """weights, state: whether streamed, per region and per state group.
 
     held: weight groups that stay although their region streams. kept: leading elements whose state
-    stays, of parameters in streamed state groups. prefetch: see `Problem.distances`. moving_bytes, hold:
-    as in Placement; estimates know nothing of them.
+    stays, up to all of them, of parameters in streamed state groups. prefetch: see `Problem.distances`.
+    moving_bytes, hold: as in Placement; estimates know nothing of them.
     """
 
     weights: list[bool]
@@ -128,7 +128,7 @@ def everything_resident(problem: Problem) -> Choice:
 def to_placement(problem: Problem, choice: Choice) -> Placement:
     groups = state_groups(problem)
     state = {
-        name: "streamed" if streamed else "resident"
+        name: "streamed" if streamed and not is_kept_whole(problem, choice, name) else "resident"
         for streamed, group in zip(choice.state, groups, strict=True)
         for name in group.parameters
     }
@@ -155,6 +155,11 @@ def to_placement(problem: Problem, choice: Choice) -> Placement:
         micro_batches=problem.micro_batches,
         micro_batch_order=problem.micro_batch_order,
     )
+
+
+def is_kept_whole(problem: Problem, choice: Choice, name: str) -> bool:
+    """Whether all of a parameter's state stays although its group streams."""
+    return choice.kept.get(name, 0) >= problem.parameters[name].elements
 
 
 def _held_weights(problem: Problem, choice: Choice) -> list[str]:

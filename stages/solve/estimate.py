@@ -331,6 +331,10 @@ class Estimator(Positions):
         """Bytes of tensors outside the arena, with workspace, at each position."""
         return self._dynamic(choice)
 
+    def update_costs(self, choice: Choice) -> dict[int, UpdateCost]:
+        """What updating takes, by the region whose backward completes the gradients."""
+        return self._details(choice).updates
+
     def moved_bytes(self, choice: Choice, region: int) -> int:
         """Bytes that leave for disk after a region's forward."""
         planned = self.problem.regions[region]

@@ -87,7 +87,7 @@ def _requests(buffers: Sequence[Buffer], residencies: Sequence[Iterable[Residenc
         end = base
         for stay in phase:
             if buffers[stay.buffer].offset is not None:
-                stays[stay.buffer].append((base + stay.made, base + stay.freed))
+                stays[stay.buffer].append((base + stay.claimed, base + stay.freed))
             end = max(end, base + stay.freed + 1)
         base = end
     return [

@@ -72,10 +72,11 @@ def update_cost(
     chunks = chunk_bytes = records = 0
     for item in updated:
         parameter, weight_moves = item.parameter, item.weight_moves
-        size, kept = parameter.elements, item.kept if item.state_moves else 0
+        state_moves = item.state_moves and item.kept < parameter.elements
+        size, kept = parameter.elements, item.kept if state_moves else 0
         length = min(chunk_elements, size) if problem.optimizer.chunkable else size
         units = -(-kept // length) + -(-(size - kept) // length)
-        into, out, reads, writes = _per_element(parameter, weight_moves, item.state_moves, gradients)
+        into, out, reads, writes = _per_element(parameter, weight_moves, state_moves, gradients)
         saved = kept * sum([piece.itemsize for piece in whole_pieces(parameter)])
         link_in, link_out = problem.link("read", item.home), problem.link("write", item.home)
         read += transfer_ns(link_in, into * size - saved, reads * units, contended=True)

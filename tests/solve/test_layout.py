@@ -22,7 +22,7 @@ def requests(draw: st.DrawFn) -> tuple[list[Buffer], list[Residency]]:
         if not resident:
             end = 0
             for gap, length in draw(st.lists(SPANS, min_size=1, max_size=3)):
-                stays.append(Residency(identity, end + gap, end + gap + length))
+                stays.append(Residency(identity, end + gap, end + gap + length, end + gap))
                 end += gap + length + 1
     return buffers, stays
 
@@ -56,21 +56,21 @@ def test_buffers_that_meet_in_time_never_overlap(
 
 def test_equal_buffers_in_turn_share_one_slot() -> None:
     buffers = [Buffer(identity, "weight", f"w{identity}", 8192, offset=0) for identity in range(9)]
-    stays = [Residency(identity, 2 * identity, 2 * identity + 1) for identity in range(9)]
+    stays = [Residency(identity, 2 * identity, 2 * identity + 1, 2 * identity) for identity in range(9)]
     for policy in ("packed", "tight"):
         assert lay_out(buffers, [stays], policy)[1] == 8192
 
 
 def test_phases_follow_one_another() -> None:
     buffers = [Buffer(0, "weight", "a", 4096, offset=0), Buffer(1, "weight", "b", 4096, offset=0)]
-    both = lay_out(buffers, [[Residency(0, 0, 3)], [Residency(1, 0, 3)]], "packed")
+    both = lay_out(buffers, [[Residency(0, 0, 3, 0)], [Residency(1, 0, 3, 0)]], "packed")
     assert both[1] == 4096
 
 
 def test_small_buffers_fill_the_hole_between_large_ones() -> None:
     sizes = (40960, 8192, 40960)
     buffers = [Buffer(i, "weight", str(i), size, offset=0) for i, size in enumerate(sizes)]
-    stays = [Residency(0, 0, 4), Residency(1, 5, 9), Residency(2, 5, 9)]
+    stays = [Residency(0, 0, 4, 0), Residency(1, 5, 9, 5), Residency(2, 5, 9, 5)]
     assert lay_out(buffers, [stays], "packed")[1] == 49152
 
 

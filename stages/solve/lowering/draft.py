@@ -30,11 +30,15 @@ class Draft:
 
 @dataclass(frozen=True)
 class Residency:
-    """One stay of a buffer on the device: from the instruction that makes it to the one that frees it."""
+    """One stay of a buffer on the device: from the instruction that makes it to the one that frees it.
+
+    claimed: the instruction from which its slot is kept for it, if that is before it is made.
+    """
 
     buffer: int
     made: int
     freed: int
+    claimed: int
 
 
 @dataclass
@@ -66,6 +70,7 @@ class PhaseDraft:
         self._disk_writer: dict[int, int] = {}
         #: buffer -> id that made its present copy on the device; -1 for those of the entry
         self._present = {item.buffer: -1 for item in self._entry if item.tier == "device"}
+        self._claimed: dict[int, int] = {}
 
     def is_present(self, buffer: int) -> bool:
         return buffer in self._present
@@ -78,6 +83,10 @@ class PhaseDraft:
         self._content_maker[buffer] = draft.id
         self._present[buffer] = draft.id
         return draft.id
+
+    def claim(self, buffer: int) -> None:
+        """Keeps a slot for what a later instruction makes, so that it need not wait for one then."""
+        self._claimed[buffer] = len(self.drafts)
 
     def write(self, buffer: int, *, free: bool) -> int:
         """Stores `buffer` in its extent; `free` ends its stay on the device."""
@@ -127,7 +136,9 @@ class PhaseDraft:
     def _end(self, draft: Draft, buffers: Iterable[int]) -> None:
         for buffer in buffers:
             draft.frees.append(buffer)
-            self.residencies.append(Residency(buffer, self._present.pop(buffer), draft.id))
+            made = self._present.pop(buffer)
+            claimed = min(made, self._claimed.pop(buffer, made))
+            self.residencies.append(Residency(buffer, made, draft.id, claimed))
 
     def finish(self, successors: list[str]) -> Phase:
         """The phase; `entry` and `exit` say what is where."""

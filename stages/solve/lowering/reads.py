@@ -13,10 +13,16 @@ from stages.solve.problem import align
 
 @dataclass(frozen=True)
 class QueuedRead:
-    """A slot to fill. order: of its first use; ties are read in the order of the queue."""
+    """Slots to fill together.
 
-    buffer: int
+    order: of their first use; ties are read in the order of the queue. claims: slots that their update
+    fills with what is written afterwards; kept from now on, or each update would wait until the one before
+    it has been written.
+    """
+
+    buffers: tuple[int, ...]
     order: tuple[int, ...]
+    claims: tuple[int, ...] = ()
 
 
 class ReadAhead:
@@ -41,6 +47,8 @@ class ReadAhead:
         self._inside_bytes = 0
         self._seen = 0
         self._full = False
+        #: what is used later than this waits: other reads come first
+        self.until: tuple[int, ...] | None = None
 
     def advance(self) -> None:
         """Emits what there is room for."""
@@ -50,11 +58,15 @@ class ReadAhead:
         self._full = True
         room = self._capacity_bytes - self._inside_bytes
         while self._queue:
-            buffer = self._queue[0].buffer
-            # one that is still there for an earlier use cannot be read again yet
-            if self._draft.is_present(buffer) or self._bytes(buffer) > room:
+            read = self._queue[0]
+            if self.until is not None and read.order > self.until:
+                self._full = False
                 return
-            room -= self._bytes(buffer)
+            size = sum([self._bytes(buffer) for buffer in (*read.buffers, *read.claims)])
+            # one that is still there for an earlier use cannot be read again yet
+            if size > room or any(map(self._draft.is_present, read.buffers)):
+                return
+            room -= size
             self._emit()
 
     def require(self, order: tuple[int, ...]) -> None:
@@ -72,10 +84,14 @@ class ReadAhead:
         self._seen = len(ended)
 
     def _emit(self) -> None:
-        buffer = self._queue.popleft().buffer
-        self._draft.read(buffer)
-        self._inside[buffer] = self._bytes(buffer)
-        self._inside_bytes += self._inside[buffer]
+        read = self._queue.popleft()
+        for buffer in read.claims:
+            self._draft.claim(buffer)
+        for buffer in read.buffers:
+            self._draft.read(buffer)
+        for buffer in (*read.buffers, *read.claims):
+            self._inside[buffer] = self._bytes(buffer)
+            self._inside_bytes += self._inside[buffer]
 
     def _bytes(self, buffer: int) -> int:
         return align(self._buffers[buffer].bytes)

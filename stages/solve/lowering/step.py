@@ -9,7 +9,7 @@ from stages.artifacts.plan import Placement
 from stages.solve.lowering.buffers import BufferTable
 from stages.solve.lowering.draft import PhaseDraft
 from stages.solve.lowering.reads import QueuedRead, ReadAhead
-from stages.solve.lowering.update import Unit, UpdateStream, units_of
+from stages.solve.lowering.update import Unit, UpdateStream, reads_of, units_of
 from stages.solve.lowering.windows import windows
 from stages.solve.problem import PlannedParameter, PlannedRegion, PlannedValue, Problem, Turn
 
@@ -161,13 +161,11 @@ class StepLowering:
     def _read_ahead(self, units: list[Unit]) -> ReadAhead:
         """All fetches of slots: weights before their region's turn, chunks before their update."""
         reads = [
-            QueuedRead(buffer, (first, 0, 0))
+            QueuedRead((buffer,), (first, 0, 0))
             for weights in self._schedule.weights.values()
             for first, buffer in weights
         ]
-        for number, unit in enumerate(units):
-            slot = self._problem.update_slot(unit.parameter.update_region)
-            reads.extend(QueuedRead(buffer, (slot, 1, number)) for buffer in unit.fetch)
+        reads += reads_of(self._problem, units)
         reads.sort(key=lambda read: read.order)
         return ReadAhead(self._draft, self._table.buffers, reads, self._placement.moving_bytes)
 
@@ -194,15 +192,24 @@ class StepLowering:
 
     def _begin(self, slot: int) -> None:
         self._vacate(slot)
-        fetches = self._schedule.fetches[slot]
+        fetches = sorted(self._schedule.fetches[slot])
         if self._reads is None:
-            fetches = [*self._schedule.weights[slot], *fetches]
-        else:
-            self._reads.require((slot, 0, 0))
+            for _, buffer in sorted([*self._schedule.weights[slot], *fetches]):
+                self._fetch(buffer)
+            return
+        self._reads.require((slot, 0, 0))
+        for first, buffer in fetches:
+            self._reads.until = (first, 0, 0)
             self._reads.advance()
-        for _, buffer in sorted(fetches):
-            # not before the previous slot has ended: that is what `prefetch` counts
-            self._draft.read(buffer, after=[self._draft.last_compute])
+            self._fetch(buffer)
+        # what the next slot fetches goes before what is used after that
+        later = self._schedule.fetches[slot + 1]
+        self._reads.until = (min(later)[0], 0, 0) if later else None
+        self._reads.advance()
+
+    def _fetch(self, buffer: int) -> None:
+        """Not before the previous slot has ended: that is what `prefetch` counts."""
+        self._draft.read(buffer, after=[self._draft.last_compute])
 
     def _vacate(self, slot: int) -> None:
         leaving = self._schedule.late_ends[slot]

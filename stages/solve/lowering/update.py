@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stages.artifacts.plan import Placement
@@ -38,7 +39,7 @@ def units_of(
         deferred: In the update phase: a streamed weight is away then, and a moved gradient too.
             Inside backward an fp32 weight is on the device, as the region has just used it.
     """
-    spans = spans_of(problem, placement, parameter)
+    spans = _in_order(problem, table, parameter, spans_of(problem, placement, parameter))
     units = []
     for position, span in enumerate(spans):
         last = position == len(spans) - 1
@@ -76,6 +77,20 @@ def units_of(
             )
         )
     return units
+
+
+def _in_order(
+    problem: Problem, table: BufferTable, parameter: PlannedParameter, spans: list[Span]
+) -> list[Span]:
+    """What streams comes last, so that it has longest to arrive; but first among the last updates of the
+    step, so that it leaves while the rest is updated."""
+    if parameter.update_region != problem.updated[-1].update_region:
+        return spans
+
+    def stays(span: Span) -> bool:
+        return not any(table.streams(parameter, piece, span) for piece in parameter.pieces)
+
+    return sorted(spans, key=stays)
 
 
 def _optimizer_accesses(
@@ -167,13 +182,18 @@ class UpdateStream:
             self._in_flight += 1
 
 
+def reads_of(problem: Problem, units: list[Unit]) -> Iterator[QueuedRead]:
+    """The fetches of updates, in their order."""
+    for number, unit in enumerate(units):
+        order = (problem.update_slot(unit.parameter.update_region), 1, number)
+        # made by the update alone: pieces of weights
+        claims = tuple(buffer for buffer in unit.store if buffer not in (*unit.fetch, *unit.reads))
+        if unit.fetch or claims:
+            yield QueuedRead(unit.fetch, order, claims)
+
+
 def update_reads(
     problem: Problem, table: BufferTable, draft: PhaseDraft, units: list[Unit], placement: Placement
 ) -> ReadAhead:
     """The fetches of an update phase by itself."""
-    reads = [
-        QueuedRead(buffer, (problem.update_slot(unit.parameter.update_region), 1, number))
-        for number, unit in enumerate(units)
-        for buffer in unit.fetch
-    ]
-    return ReadAhead(draft, table.buffers, reads, placement.moving_bytes)
+    return ReadAhead(draft, table.buffers, reads_of(problem, units), placement.moving_bytes)

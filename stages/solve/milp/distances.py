@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from stages.solve.choice import Choice
 from stages.solve.estimate import Estimator
+from stages.solve.milp.leads import read_leads
 from stages.solve.problem import Problem
 
+#: reads are late sometimes: other ones hold them up
+HASTE = 1.2
 
-def with_distances(estimator: Estimator, choice: Choice, dynamic_bytes: int) -> Choice:
+
+def with_distances(estimator: Estimator, choice: Choice, dynamic_bytes: int, haste: float = HASTE) -> Choice:
     """`choice` with distances that hide as much of the transfers of activations as fits.
 
     First come, first served, which is the order of the lanes: what is made first may take longest to
@@ -15,6 +19,7 @@ def with_distances(estimator: Estimator, choice: Choice, dynamic_bytes: int) -> 
 
     Args:
         dynamic_bytes: For all tensors outside the arena, at any position.
+        haste: How much longer reads are taken to be, so that they start earlier.
     """
     problem = estimator.problem
     leaving, returning = _moving(problem, choice)
@@ -23,10 +28,11 @@ def with_distances(estimator: Estimator, choice: Choice, dynamic_bytes: int) -> 
     for region in sorted(leaving):
         wanted = _lag_wanted(estimator, placed, region, leaving)
         _widen(estimator, placed, region, wanted, dynamic_bytes)
+    leads = read_leads(estimator, placed, haste) if returning else []
     for region in sorted(returning, reverse=True):
         index = problem.distance_of(region, forward=False)
-        wanted = problem.lead_slots(index - estimator.count)
-        _widen(estimator, placed, index, wanted, dynamic_bytes)
+        slots = [problem.backward_slot(region, batch) for batch in range(problem.micro_batches)]
+        _widen(estimator, placed, index, max([leads[slot] for slot in slots]), dynamic_bytes)
     return placed
 
 

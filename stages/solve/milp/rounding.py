@@ -56,9 +56,7 @@ def _round_state(model: StepModel, values: Sequence[float], choice: Choice) -> N
         stays = (1.0 - share) * sum(item.elements * sizes[item.name] for item in parameters)
         for parameter in parameters:
             wanted = min(parameter.elements, int(stays / max(1, sizes[parameter.name])))
-            # the last chunk always streams: a group that streams nothing would be resident
-            most = (parameter.elements - 1) // ALIGNMENT * ALIGNMENT
-            kept = min(most, wanted // ALIGNMENT * ALIGNMENT)
+            kept = wanted if wanted == parameter.elements else wanted // ALIGNMENT * ALIGNMENT
             if kept:
                 choice.kept[parameter.name] = kept
                 stays -= kept * sizes[parameter.name]

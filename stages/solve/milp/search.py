@@ -19,9 +19,13 @@ from stages.solve.task import Candidate, Task
 _TOLERANCE = 1e-6
 #: relative gap at which the search has nothing left to win
 _GAP = 2e-3
+#: nearer to the relaxation than this, branch and bound is not worth its time
+_WORTH_BRANCHING = 5e-3
 #: shares of the memory beside the process that are kept free for what the model takes for fluid: chunks
 #: and activations on their way, which take all their memory from the first byte to the last
-_RESERVES = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23)
+_RESERVES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23)
+#: elements of a chunk that hides latency well enough
+_EASY_CHUNK = 2**20
 #: chunks in it: on their way in, in update, on their way out
 _CHUNKS = (3, 6, 12, 24)
 #: share of it that goes to slots; activations that move take the rest
@@ -149,7 +153,7 @@ class ModelSearch:
             if abs(relaxed.values[variable] - round(relaxed.values[variable])) < _INTEGRAL
         }
         open_count = len(assignment) - len(settled)
-        if start.objective <= relaxed.objective * (1 + _GAP) or open_count > _MOST_BRANCHED:
+        if start.objective <= relaxed.objective * (1 + _WORTH_BRANCHING) or open_count > _MOST_BRANCHED:
             return assignment
         for variable, value in settled.items():
             self._session.fix(variable, value)
@@ -182,7 +186,7 @@ class ModelSearch:
 
     def _climb(self, deadline: Deadline) -> None:
         """From a few settings to the best of their neighbours, and on from there."""
-        for start in _STARTS:
+        for start in _starts(self._usual_reserve()):
             self._try(start, deadline)
         while deadline.left_s > _POLISHING * self._task.time_limit_s and self.gap > _GAP:
             best = min(self._tried, key=self._tried.__getitem__)
@@ -191,6 +195,15 @@ class ModelSearch:
                 return
             for setting in fresh:
                 self._try(setting, deadline)
+
+    def _usual_reserve(self) -> int:
+        """The reserve nearest to what it is for: a chunk on its way in, one in update and one on its way out,
+        and activations of three regions."""
+        problem = self._task.problem
+        longest = max((parameter.elements for parameter in problem.updated), default=0)
+        wanted = 3 * min(longest, _EASY_CHUNK) * self._per_element
+        wanted += 3 * max(region.cost.saved_bytes for region in problem.regions)
+        return min(range(len(_RESERVES)), key=lambda reserve: abs(self._reserve_bytes(reserve) - wanted))
 
     def _chunk_elements(self, setting: Setting) -> int:
         """The longest chunks of which the setting's number fits into its reserve."""
@@ -216,7 +229,16 @@ class ModelSearch:
             self.take(candidate)
 
 
-_STARTS = (Setting(2, 1, 1), Setting(3, 1, 2), Setting(1, 1, 1), Setting(4, 2, 2))
+def _starts(reserve: int) -> list[Setting]:
+    """Settings around a reserve, to begin with."""
+    last = len(_RESERVES) - 1
+    found = [
+        Setting(reserve, 1, 1),
+        Setting(min(last, reserve + 1), 1, 2),
+        Setting(max(0, reserve - 1), 1, 1),
+        Setting(min(last, reserve + 2), 2, 2),
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _neighbours(setting: Setting) -> Iterator[Setting]:
