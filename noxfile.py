@@ -28,9 +28,9 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Every test that needs neither minutes nor special hardware."""
+    """Every test that needs neither minutes nor special hardware, one process per core."""
     session.install("-e", ".[test]")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "-n", "auto", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -221,8 +221,11 @@ class EvalConfig:
 @dataclass
 class RuntimeConfig:
     lane: str = "cpu"  # cpu | adversarial (tests)
+    #: auto (the page pool where it can be compiled) | pool (required) | system
+    allocator: str = "auto"
 
     def __post_init__(self) -> None:
+        _require_one_of("runtime.allocator", self.allocator, ("auto", "pool", "system"))
         _require_one_of("runtime.lane", self.lane, ("cpu", "adversarial"))
 
 

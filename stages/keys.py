@@ -48,8 +48,8 @@ def trace_key(config: RunConfig) -> str:
     )
 
 
-def profile_key(config: RunConfig, graph: Path) -> str:
-    """The graph, and what measuring depends on: machine, threads, device, optimizer, disk."""
+def profile_key(config: RunConfig, graph: Path, allocator: str) -> str:
+    """The graph, and what measuring depends on: machine, threads, device, optimizer, disk, allocator."""
     disk = str(Path(config.tiers.disk).absolute()) if config.tiers.disk else ""
     return key_of(
         {
@@ -59,6 +59,7 @@ def profile_key(config: RunConfig, graph: Path) -> str:
             "precision": config.precision,
             "optimizer": dataclasses.asdict(config.optimizer),
             "disk": disk,
+            "allocator": allocator,
             "slices": _slices(config),
             "code": _code("stages.trace.profile.stage"),
             **_common(),

@@ -106,8 +106,15 @@ def stage_command(
     return [*line, "--key", key] if key else line
 
 
-def stage_environment(config: RunConfig) -> dict[str, str]:
+def stage_environment(config: RunConfig, pool: Path | None = None) -> dict[str, str]:
+    """What a stage process gets.
+
+    Args:
+        pool: The page pool's library, for stages that run the model.
+    """
     environment = {**ENVIRONMENT, **os.environ, _PARENT: str(os.getpid())}
+    if pool is not None:
+        environment["LD_PRELOAD"] = str(pool)
     if config.device.threads:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(config.device.threads)

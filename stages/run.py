@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from stages import keys
 from stages.artifacts.errors import ArtifactError, StageError
 from stages.artifacts.store import Store
 from stages.config import RunConfig, TrainConfig, format_size, load_composed, save_composed
+from stages.native.build import PagePool, page_pool
 from stages.preconditions import (
     for_hardware,
     require_checkpoint,
@@ -45,6 +47,8 @@ from stages.process import (
 )
 from stages.runtime.scratch import ScratchFolder
 
+#: stages that run the model, and so want freed pages kept
+MODEL_STAGES = ("profile", "runtime")
 #: stage -> the kinds of artifact that it leaves in the store
 PRODUCTS = {
     "trace": ("graph",), "profile": ("costs",), "roofline": ("costs",), "solve": ("plan", "timeline"),
@@ -86,6 +90,8 @@ class Pipeline:
             self._plan_elsewhere(only)
             return
         wanted = [only] if only else list(STAGES)
+        if only != "trace":
+            self.pool  # noqa: B018 - made, or refused, before work starts
         for stage in STAGES[: STAGES.index(wanted[-1]) + 1]:
             if stage in PRODUCTS:
                 self._provide(stage, stage in wanted)
@@ -97,6 +103,13 @@ class Pipeline:
                 self._start(stage, self.artifacts, {})
         if only == "runtime":
             self._start("report", self.artifacts, {})
+
+    @functools.cached_property
+    def pool(self) -> PagePool:
+        found = page_pool(self.config.runtime.allocator)
+        if found.library is None:
+            say(f"memory: freed pages go back to the system, which costs time ({found.reason})")
+        return found
 
     def _draw_curve(self) -> None:
         """Plans over budgets; makes all that they need, and trains nothing."""
@@ -194,7 +207,7 @@ class Pipeline:
         if stage == "roofline":
             return keys.roofline_key(self.config, self.artifacts["graph"])
         if stage == "profile":
-            return keys.profile_key(self.config, self.artifacts["graph"])
+            return keys.profile_key(self.config, self.artifacts["graph"], self.pool.name)
         return keys.solve_key(self.config, self.artifacts)
 
     def _start(
@@ -219,7 +232,8 @@ class Pipeline:
             command = stage_command(
                 stage, self.composed, self.run_folder, inputs=inputs, outputs=outputs, key=key
             )
-        code = run_child(command, stage_environment(self.config))
+        pool = self.pool.library if stage in MODEL_STAGES else None
+        code = run_child(command, stage_environment(self.config, pool))
         if code != 0 and code not in may_end:
             self._explain(stage, code)
             raise StageFailedError(exit_code(code))

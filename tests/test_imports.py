@@ -19,12 +19,13 @@ ALLOWED = {
     "region": {"artifacts"},
     "optim": {"artifacts"},
     "models": set[str](),
+    "native": {"artifacts"},
     "trace": {"artifacts", "region", "models", "optim"},
     "solve": {"artifacts"},
     "runtime": {"artifacts", "region", "optim"},
     "report": {"artifacts"},
 }
-WITHOUT_TORCH = ("artifacts", "solve", "report")
+WITHOUT_TORCH = ("artifacts", "native", "solve", "report")
 
 
 def _imports(file: Path) -> Iterator[str]:

@@ -119,13 +119,14 @@ def test_costs_depend_on_threads_and_the_graph_not_on_the_budget(
     graph = project / "graph.json"
     graph.write_text("a")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = keys.profile_key(config(), graph)
-    assert keys.profile_key(config(budget="2GB"), graph) == before
+    before = keys.profile_key(config(), graph, "system")
+    assert keys.profile_key(config(budget="2GB"), graph, "system") == before
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    threads = keys.profile_key(config(), graph)
-    named = keys.profile_key(config(device=DeviceConfig(name="cpu", threads=3)), graph)
+    threads = keys.profile_key(config(), graph, "system")
+    named = keys.profile_key(config(device=DeviceConfig(name="cpu", threads=3)), graph, "system")
     graph.write_text("b")
-    assert len({before, threads, named, keys.profile_key(config(), graph)}) == 4
+    pool = keys.profile_key(config(), graph, "page pool")
+    assert len({before, threads, named, pool, keys.profile_key(config(), graph, "system")}) == 5
 
 
 def test_a_plan_depends_on_budget_solver_graph_and_costs(project: Path) -> None:

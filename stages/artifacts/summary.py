@@ -14,6 +14,7 @@ class Summary(Struct, frozen=True, omit_defaults=False):
     solver: str
     optimizer_implementation: str
     threads: int
+    allocator: str  # of large blocks: "page pool", "glibc", or the file of another one
     versions: dict[str, str]
     steps: int
     budget_bytes: int

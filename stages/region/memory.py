@@ -2,8 +2,9 @@
 
 Reads /proc and calls glibc through ctypes; no torch. glibc raises its own mapping threshold each
 time that a mapped block is freed, after which freed memory stays in the process: the peak is then
-above what counting bytes predicts. `give_back_large_blocks` switches that off; `keep_pages` is the
-opposite choice, which saves page faults where the budget has room. Sources: mallopt(3), proc(5).
+above what counting bytes predicts. `give_back_large_blocks` switches that off. In a process that
+has the page pool (`stages/native/pool.c`), large blocks are the pool's: freed pages stay, and serve
+the next blocks whatever their sizes, so that the peak is the same. Sources: mallopt(3), proc(5).
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ _MMAP_THRESHOLD = -3
 _MMAP_MAX = -4
 _ARENA_MAX = -8
 
-#: mallopt takes a C int, so no threshold can be larger than this
-_LARGEST_SETTING_BYTES = 2**31 - 1
 #: glibc refuses a mapping threshold above half of its largest heap (HEAP_MAX_SIZE / 2 on 64 bits)
 _LARGEST_MMAP_THRESHOLD_BYTES = 32 * 2**20
 #: glibc's own limit of mapped blocks (DEFAULT_MMAP_MAX) is 65,536; a training step stays far below it
@@ -60,21 +59,40 @@ def reset_peak() -> bool:
 
 def allocator_path() -> str:
     """The file of the library that serves `malloc` here: glibc's, or that of a preloaded allocator."""
-    library = ctypes.CDLL(None)
+    return _file_of(ctypes.CDLL(None).malloc)
+
+
+def _file_of(function: object) -> str:
     found = _SymbolInfo()
-    address = ctypes.cast(library.malloc, ctypes.c_void_p)
-    if not library.dladdr(address, ctypes.byref(found)) or not found.file_name:
+    address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type] - a foreign function is a pointer
+    if not ctypes.CDLL(None).dladdr(address, ctypes.byref(found)) or not found.file_name:
         return ""
     return os.fsdecode(found.file_name)
 
 
 def trim() -> bool:
-    """Gives free heap memory back to the system. Returns whether the allocator can do so at all."""
+    """Gives free memory back to the system. Returns whether the allocator can do so at all."""
+    pool = _pool()
+    if pool is not None:
+        pool.stages_pool_release()
     library = _glibc()
     if library is None:
         return False
     library.malloc_trim(0)
     return True
+
+
+def pool_path() -> str:
+    """The file of the page pool that this process was started with; "": there is none."""
+    pool = _pool()
+    return "" if pool is None else _file_of(pool.stages_pool_release)
+
+
+def allocator_name() -> str:
+    """What serves large blocks here: "page pool", "glibc", or the file of another allocator."""
+    if _pool() is not None:
+        return "page pool"
+    return "glibc" if _glibc() is not None else Path(allocator_path()).name
 
 
 def give_back_large_blocks(threshold_bytes: int) -> bool:
@@ -105,30 +123,6 @@ def give_back_large_blocks(threshold_bytes: int) -> bool:
     )
 
 
-def keep_pages(limit_bytes: int) -> bool:
-    """Keeps up to `limit_bytes` of freed memory at the top of the heap for the next allocation.
-
-    Nothing is mapped on its own, so a block that is allocated again costs no page faults. The peak
-    may exceed the live bytes by `limit_bytes` and by fragmentation.
-
-    Args:
-        limit_bytes: More than 2^31 - 1 is taken as that, the largest that mallopt accepts.
-
-    Returns:
-        False where `malloc` is not glibc's: it decides by itself what it keeps.
-    """
-    if limit_bytes < 0:
-        raise ValueError(f"limit of {limit_bytes} bytes; expected 0 or more")
-    return _set_options(
-        {
-            _ARENA_MAX: 1,
-            _MMAP_MAX: 0,
-            _TRIM_THRESHOLD: min(limit_bytes, _LARGEST_SETTING_BYTES),
-            _TOP_PAD: _SMALL_TRIM_BYTES,
-        }
-    )
-
-
 class _SymbolInfo(ctypes.Structure):
     """Dl_info of dladdr(3)."""
 
@@ -146,6 +140,13 @@ def _status_bytes(field: str) -> int:
         if name == field:
             return int(rest.split()[0]) * 1024  # given in kB
     raise OSError(f"/proc/self/status has no {field}; this needs Linux with /proc mounted")
+
+
+@functools.cache
+def _pool() -> ctypes.CDLL | None:
+    """The page pool, where this process was started with it."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "stages_pool_release") else None
 
 
 @functools.cache

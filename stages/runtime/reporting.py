@@ -48,6 +48,7 @@ def summarise(
         solver=plan.solver,
         optimizer_implementation=plan.implementation,
         threads=costs.threads,
+        allocator=memory.allocator_name(),
         versions=versions(),
         steps=len(history.losses),
         budget_bytes=plan.budget_bytes,

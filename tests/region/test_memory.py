@@ -76,18 +76,6 @@ def test_without_control_they_stay_which_is_why_it_exists() -> None:
     assert given_back < 10 * MIB
 
 
-def test_kept_pages_stay_up_to_the_limit() -> None:
-    (given_back,) = run("assert memory.keep_pages(1 << 30)\n" + KEPT_AFTER_FREE)
-    assert given_back < 10 * MIB
-
-
-def test_trim_gives_kept_pages_back() -> None:
-    (given_back,) = run(
-        "memory.keep_pages(1 << 30)\n" + KEPT_AFTER_FREE.replace("print(", "assert memory.trim()\nprint(")
-    )
-    assert given_back > 40 * MIB
-
-
 @pytest.mark.parametrize("threshold", [0, -1, 33 * MIB])
 def test_a_threshold_that_glibc_would_refuse_is_refused(threshold: int) -> None:
     with pytest.raises(ValueError, match="32 MiB"):
@@ -99,7 +87,6 @@ def test_another_allocator_is_reported_as_beyond_control(monkeypatch: pytest.Mon
     memory._glibc.cache_clear()
     try:
         assert memory.give_back_large_blocks(MIB) is False
-        assert memory.keep_pages(MIB) is False
         assert memory.trim() is False
     finally:
         memory._glibc.cache_clear()

@@ -41,6 +41,7 @@ def summary(**changes: object) -> Summary:
         solver="greedy_async",
         optimizer_implementation="fused_adamw",
         threads=2,
+        allocator="page pool",
         versions={"torch": "2.13.0"},
         steps=3,
         budget_bytes=10**9,

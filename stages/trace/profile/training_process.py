@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import pkgutil
 import subprocess
 import sys
@@ -49,8 +50,10 @@ def measure_training_process(order: Order) -> int:
     Raises:
         RuntimeError: The process failed; the message holds what it said.
     """
+    pool = memory.pool_path()  # which this process's own children do not get by themselves
     finished = subprocess.run(
         [sys.executable, "-m", "stages.trace.profile.training_process"],
+        env={**os.environ, **({"LD_PRELOAD": pool} if pool else {})},
         input=msgspec.json.encode(order),
         capture_output=True,
         check=False,
