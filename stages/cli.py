@@ -8,7 +8,6 @@ in a sweep, it runs one such command per job and waits.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -34,6 +33,8 @@ from stages.artifacts.envelope import write_atomically
 from stages.artifacts.errors import ConfigError, StageError
 from stages.config import RunConfig, save_composed
 from stages.overrides import GROUPS, OverrideChecker, check_composed, schema_keys, unknown_key_error
+from stages.process import exit_code, run_child, signal_of
+from stages.stopping import ALL, PARENT
 
 #: exit code of a refusal
 REFUSED = 2
@@ -202,7 +203,9 @@ def _run_job(command: Command, composed: DictConfig) -> int:
         sys.stderr.flush()
         if not in_sweep:
             os.execve(line[0], line, environment)
-        code = subprocess.run(line, check=False, env=environment).returncode
+        code = run_child(line, {**environment, PARENT: str(os.getpid())}, finishes=True)
+        if signal_of(code) in ALL:
+            sys.exit(exit_code(code))  # and none of the sweep's other jobs
     if in_sweep and code != 0:
         # the launcher finishes the other jobs, and only then raises it
         raise JobFailedError(code)

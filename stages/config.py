@@ -201,6 +201,7 @@ class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: none
     keep: int = 2  # the newest ones; older are removed
     dir: str = ""  # "": checkpoints/ in the run folder
+    on_stop: bool = True  # whether a run that SIGTERM or SIGINT ends saves its state, whatever `every` is
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "checkpoint.every", self.every, "at least 0 (0: none)")

@@ -7,15 +7,14 @@ signals on, and says how a child died. The child reads its order, works, and rep
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +29,18 @@ from stages.artifacts.envelope import Provenance
 from stages.artifacts.errors import ArtifactError, StageError
 from stages.artifacts.graph import RegionGraph, Struct
 from stages.config import RunConfig, load_composed
+from stages.stopping import (
+    ALL,
+    END,
+    PARENT,
+    STOP,
+    Requests,
+    Stopped,
+    die_with_parent,
+    ending_by_exception,
+    exit_code_of,
+    signal_name,
+)
 
 #: stage -> module
 MODULES = {
@@ -59,8 +70,6 @@ REFUSED = 2
 #: neither Python nor a shell gives by itself
 REPLAN = 75
 _GRACE_S = 5.0
-_PARENT = "STAGES_PARENT"
-_PR_SET_PDEATHSIG = 1
 
 Artifact = TypeVar("Artifact", bound=Struct)
 
@@ -112,7 +121,7 @@ def stage_environment(config: RunConfig, pool: Path | None = None) -> dict[str, 
     Args:
         pool: The page pool's library, for stages that run the model.
     """
-    environment = {**ENVIRONMENT, **os.environ, _PARENT: str(os.getpid())}
+    environment = {**ENVIRONMENT, **os.environ, PARENT: str(os.getpid())}
     if pool is not None:
         environment["LD_PRELOAD"] = str(pool)
     if config.device.threads:
@@ -121,44 +130,56 @@ def stage_environment(config: RunConfig, pool: Path | None = None) -> dict[str, 
     return environment
 
 
-def run_child(command: list[str], environment: Mapping[str, str]) -> int:
+def run_child(command: list[str], environment: Mapping[str, str], *, finishes: bool = False) -> int:
     """Runs `command` to its end and returns its exit code (negative: minus the signal's number).
 
     Output goes where this process's goes. SIGINT and SIGTERM are passed on, and a child that does
     not end within five seconds is killed.
+
+    Args:
+        finishes: Whether the child first finishes its step and saves. It gets as long as that takes, and a
+            second signal begins the five seconds.
     """
-    # a group of its own: Ctrl-C then reaches the child once, through us, not twice
-    child = subprocess.Popen(command, env=dict(environment), process_group=0)
-    received: list[int] = []
+    requests = Requests()
+    child: subprocess.Popen[bytes] | None = None
+    sent: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if not received:
-            child.send_signal(number)
-        received.append(number)
+        requests.note(number)
+        if child is not None:
+            send(child)
 
-    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    def send(child: subprocess.Popen[bytes]) -> None:
+        if requests.number and not sent:
+            sent.append(STOP if finishes else requests.number)
+            child.send_signal(sent[-1])
+        if requests.twice and finishes and END not in sent:
+            sent.append(END)
+            child.send_signal(END)
+
+    handlers = {number: signal.signal(number, pass_on) for number in ALL}
     try:
-        while True:
-            try:
-                code = child.wait(timeout=_GRACE_S if received else 0.5)
-                break
-            except subprocess.TimeoutExpired:
-                if received:
-                    child.kill()
+        # a group of its own: Ctrl-C then reaches the child once, through us, not twice
+        child = subprocess.Popen(command, env=dict(environment), process_group=0)
+        send(child)
+        code = _wait(child, lambda: requests.twice or (bool(requests.number) and not finishes))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return -received[0] if received else code
+    return -requests.number if requests.number else code
 
 
-@contextmanager
-def ending_by_exception() -> Iterator[None]:
-    """SIGTERM ends the work inside as Ctrl-C does, so that files are removed on the way out."""
-    handler = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+def _wait(child: subprocess.Popen[bytes], must_end: Callable[[], bool]) -> int:
+    deadline = None
+    while True:
+        try:
+            return child.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            if must_end():
+                deadline = deadline or now + _GRACE_S
+            if deadline and now > deadline:
+                child.kill()
 
 
 def describe_end(stage: str, code: int) -> str:
@@ -168,6 +189,8 @@ def describe_end(stage: str, code: int) -> str:
             f"the {stage} stage was killed (SIGKILL); most likely the system or its memory limit ran out of "
             f"memory. Is the limit at least as large as budget?"
         )
+    if (number := signal_of(code)) in ALL:
+        return f"the {stage} stage was stopped by {signal_name(number)}"
     if code < 0:
         return f"the {stage} stage was ended by {signal.Signals(-code).name}"
     return f"the {stage} stage failed with exit code {code}; the traceback above says where"
@@ -175,7 +198,12 @@ def describe_end(stage: str, code: int) -> str:
 
 def exit_code(code: int) -> int:
     """What a shell reports for a child's `code`: 128 + the signal's number."""
-    return 128 - code if code < 0 else code
+    return exit_code_of(-code) if code < 0 else code
+
+
+def signal_of(code: int) -> int:
+    """The number of the signal that an exit code tells of, as `run_child` or a shell gives it; else 0."""
+    return -code if code < 0 else max(0, code - 128)
 
 
 # ---------------------------------------------------------------- the child's end
@@ -252,23 +280,21 @@ def stage_main(stage: str, work: Callable[[Order], None]) -> None:
         cli.main(lambda file, run_folder: pipeline_command(file, run_folder, only=stage), arguments)
     run_folder = Path(arguments[arguments.index("--run-dir") + 1]) if "--run-dir" in arguments else Path()
     die_with_parent()
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        work(_parse_order(arguments))
+        with ending_by_exception():
+            work(_parse_order(arguments))
     except StageError as error:
         report_error(error.to_record(), run_folder)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(REFUSED)
-    except KeyboardInterrupt:
-        sys.exit(exit_code(-signal.SIGINT))
+    except Stopped as stop:
+        if stop.message:
+            report_error(stop.to_record(), run_folder)
+            print(stop.message, file=sys.stderr, flush=True)
+        sys.exit(exit_code_of(stop.number))
     except Exception as error:
         report_error(_crash_record(error), run_folder)
         raise
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ends as by Ctrl-C, so that scratch files are removed on the way out."""
-    raise KeyboardInterrupt
 
 
 def pipeline_command(composed: Path, run_folder: Path, only: str = "") -> list[str]:
@@ -287,13 +313,3 @@ def _crash_record(error: Exception) -> dict[str, object]:
     place = traceback.extract_tb(error.__traceback__)[-1]
     message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
     return {**StageError(message, found=type(error).__name__).to_record(), "kind": "crash"}
-
-
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies, however it dies (kill -9 included)."""
-    parent = os.environ.get(_PARENT)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import shutil
-import signal
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages import keys
+from stages.artifacts.envelope import write_atomically
 from stages.artifacts.errors import ArtifactError, StageError
 from stages.artifacts.store import Store
 from stages.config import RunConfig, TrainConfig, format_size, load_composed, save_composed
@@ -37,15 +36,16 @@ from stages.process import (
     REFUSED,
     REPLAN,
     describe_end,
-    ending_by_exception,
     exit_code,
     pipeline_command,
     report_error,
     run_child,
+    signal_of,
     stage_command,
     stage_environment,
 )
 from stages.runtime.scratch import ScratchFolder
+from stages.stopping import ALL, Stopped, die_with_parent, ending_by_exception, exit_code_of
 
 #: stages that run the model, and so want freed pages kept
 MODEL_STAGES = ("profile", "runtime")
@@ -132,7 +132,7 @@ class Pipeline:
         Only one process at a time: the budget holds for each, and a memory limit for all together.
         """
         folder = self.run_folder / "replanned"
-        with ending_by_exception(), ScratchFolder(self.config.tiers.folder) as scratch:
+        with ScratchFolder(self.config.tiers.folder) as scratch:
             handover = {"state": scratch / "state", "costs": folder / "costs.json"}
             if self._start("runtime", self.artifacts, handover, may_end=(REPLAN,)) != REPLAN:
                 return
@@ -147,7 +147,7 @@ class Pipeline:
         self._start("solve", inputs, made, what="again, with the costs of the first steps")
         self.artifacts |= {"costs": costs, "plan": made["plan"], "predicted": made["timeline"]}
         for kind in ("costs", "plan"):
-            shutil.copyfile(self.artifacts[kind], self.run_folder / f"{kind}.json")
+            _copy(self.artifacts[kind], self.run_folder / f"{kind}.json")
 
     def _evaluation(self) -> Pipeline:
         """The same job with the model in evaluation mode, in a folder of its own."""
@@ -199,7 +199,7 @@ class Pipeline:
             self._start("solve", self.artifacts, {}, what="check of the plan")
         for kind, path in paths.items():
             if kind != "timeline":
-                shutil.copyfile(path, self.run_folder / path.name)
+                _copy(path, self.run_folder / path.name)
 
     def _key(self, stage: str) -> str:
         if stage == "trace":
@@ -233,7 +233,7 @@ class Pipeline:
                 stage, self.composed, self.run_folder, inputs=inputs, outputs=outputs, key=key
             )
         pool = self.pool.library if stage in MODEL_STAGES else None
-        code = run_child(command, stage_environment(self.config, pool))
+        code = run_child(command, stage_environment(self.config, pool), finishes=stage == "runtime")
         if code != 0 and code not in may_end:
             self._explain(stage, code)
             raise StageFailedError(exit_code(code))
@@ -244,11 +244,16 @@ class Pipeline:
         """A refusal has explained itself; any other end is described here."""
         if code == REFUSED:
             return
-        message = describe_end(stage, code)
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        message, stopped = describe_end(stage, code), signal_of(code) in ALL
+        print(message if stopped else f"error: {message}", file=sys.stderr, flush=True)
         if not (self.run_folder / "error.json").exists():
             record = StageError(message, found=f"exit code {code}", expected="exit code 0").to_record()
-            report_error({**record, "kind": "killed" if code < 0 else "crash"}, self.run_folder)
+            kind = "stopped" if stopped else "killed" if code < 0 else "crash"
+            report_error({**record, "kind": kind}, self.run_folder)
+
+
+def _copy(path: Path, target: Path) -> None:
+    write_atomically(target, path.read_bytes())
 
 
 def say(message: str) -> None:
@@ -257,11 +262,20 @@ def say(message: str) -> None:
 
 def run_composed(arguments: list[str]) -> int:
     """Runs the job whose configuration has been composed; returns the exit code."""
+    try:
+        with ending_by_exception():
+            return _run_composed(arguments)
+    except Stopped as stop:
+        return exit_code_of(stop.number)
+
+
+def _run_composed(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--composed", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--only", choices=STAGES, default="")
     parsed = parser.parse_args(arguments)
+    die_with_parent()  # of a sweep
     run_folder: Path = parsed.run_dir
     run_folder.mkdir(parents=True, exist_ok=True)
     (run_folder / "error.json").unlink(missing_ok=True)
@@ -286,8 +300,6 @@ def run_composed(arguments: list[str]) -> int:
         return REFUSED
     except StageFailedError as failure:
         return failure.code
-    except KeyboardInterrupt:
-        return exit_code(-signal.SIGINT)
     return 0
 
 

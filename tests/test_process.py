@@ -107,11 +107,12 @@ def test_death_by_the_kernel_speaks_of_memory() -> None:
 
 PARENT = """
 import os, sys
-from stages.process import run_child, _PARENT
+from stages.process import run_child
+from stages.stopping import PARENT
 child = "import time; print('ready', flush=True); time.sleep(60)"
 if sys.argv[1] == "own":
-    child = "from stages.process import die_with_parent; die_with_parent();" + child
-code = run_child([sys.executable, "-c", child], {**os.environ, _PARENT: str(os.getpid())})
+    child = "from stages.stopping import die_with_parent; die_with_parent();" + child
+code = run_child([sys.executable, "-c", child], {**os.environ, PARENT: str(os.getpid())})
 print("ended", code, flush=True)
 """
 
@@ -163,5 +164,5 @@ def test_an_interrupted_stage_cleans_up(tmp_path: Path) -> None:
     child.stdout.readline()
     time.sleep(0.05)
     child.terminate()
-    assert child.wait(timeout=30) == 130
+    assert child.wait(timeout=30) == 128 + signal.SIGTERM
     assert (tmp_path / "cleaned").exists()

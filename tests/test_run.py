@@ -36,7 +36,7 @@ class Children:
         #: exit codes of a stage's first processes, before those of `codes`
         self.first_codes: dict[str, list[int]] = {}
 
-    def __call__(self, command: Sequence[str], environment: dict[str, str]) -> int:
+    def __call__(self, command: Sequence[str], environment: dict[str, str], *, finishes: bool = False) -> int:
         module = command[2]
         stage = next(stage for stage, name in run.MODULES.items() if name == module)
         self.started.append(stage)
@@ -196,7 +196,7 @@ def test_a_run_that_may_not_be_solved_again_is_told_so(
 ) -> None:
     lines: list[str] = []
 
-    def run_child(command: Sequence[str], environment: dict[str, str]) -> int:
+    def run_child(command: Sequence[str], environment: dict[str, str], *, finishes: bool = False) -> int:
         if "stages.runtime" in command:
             lines.extend(command)
         return children(command, environment)

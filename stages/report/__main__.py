@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from stages.artifacts.errors import StageError
-from stages.process import REFUSED, die_with_parent
+from stages.process import REFUSED
 from stages.report.files import write_report
 from stages.report.terminal import print_summary
+from stages.stopping import die_with_parent
 
 
 def main() -> None:

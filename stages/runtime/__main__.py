@@ -13,6 +13,7 @@ from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline, to_chrome_trace
 from stages.process import REPLAN, Order, peak_bytes, stage_main
+from stages.stopping import StopRequest
 
 
 def work(order: Order) -> None:
@@ -22,14 +23,19 @@ def work(order: Order) -> None:
     graph, costs = order.load(RegionGraph), order.load(Costs)
     plan, solve_provenance = order.load_with_provenance(Plan)
     evaluation = order.load_evaluation()
+    request = StopRequest()
     surroundings = Surroundings(
         order.run_folder,
         predicted=order.inputs.get("predicted"),
         state=order.inputs.get("state"),
         handover=Handover(order.outputs["state"], order.outputs["costs"]) if order.outputs else None,
+        request=request,
     )
     try:
-        summary, measured = run(order.config, graph, costs, plan, evaluation and evaluation[0], surroundings)
+        with request.installed():
+            summary, measured = run(
+                order.config, graph, costs, plan, evaluation and evaluation[0], surroundings
+            )
     except ReplanRequested:
         sys.exit(REPLAN)
     timelines = [*measured]

@@ -37,7 +37,9 @@ def summarise(
         replanned: Whether it was left by a process of the same run, for another plan.
     """
     history = loop.history
-    times = history.step_times_s[loop.steps_before :]
+    # where no step was left to make, those of the earlier process
+    first = loop.steps_before if loop.steps_before < len(history.losses) else 0
+    times = history.step_times_s[first:]
     step_time = median(times[1:] or times)
     peak = max(loop.peak_bytes, memory.peak_resident_bytes())
     stage_peaks = {**costs.stage_peak_bytes, "runtime": peak}
@@ -67,7 +69,7 @@ def summarise(
         losses=history.losses,
         grad_norms=history.grad_norms,
         skipped_steps=history.skipped_steps,
-        moved_bytes_per_step=_moved_bytes(history.moved_bytes[loop.steps_before :]),
+        moved_bytes_per_step=_moved_bytes(history.moved_bytes[first:]),
         placement=_placement(plan),
         step_peak_bytes=history.step_peak_bytes,
         step_times_s=history.step_times_s,

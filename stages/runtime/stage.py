@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,15 +27,17 @@ from stages.runtime import reporting
 from stages.runtime.checkpoint.periodic import Periodic
 from stages.runtime.checkpoint.read import find, load_manifest
 from stages.runtime.checkpoint.record import describe, go_on_from
+from stages.runtime.checkpoint.stopping import Ending
 from stages.runtime.checkpoint.write import save
 from stages.runtime.data import RowBatches, open_batches
 from stages.runtime.engine import Engine
 from stages.runtime.export import export_initial, export_weights
 from stages.runtime.lanes.lane_set import LaneSet
 from stages.runtime.loop import TrainingLoop
-from stages.runtime.replan.watch import Handover, Watch
+from stages.runtime.replan.watch import Handover, ReplanRequested, Watch
 from stages.runtime.scratch import ScratchFolder
 from stages.runtime.tiers.disk import DiskFile
+from stages.stopping import Stopped, StopRequest
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,14 @@ class Surroundings:
         predicted: The simulator's timeline of the plan; None: first steps are not held against it.
         state: What an earlier process of this run left to go on from.
         handover: Where this one may leave its state, if the plan should be solved again.
+        request: Whether the run was asked to end; it does so between two steps.
     """
 
     run_folder: Path
     predicted: Path | None = None
     state: Path | None = None
     handover: Handover | None = None
+    request: StopRequest = field(default_factory=StopRequest)
 
 
 def run(
@@ -73,6 +77,7 @@ def run(
         StorageError: A tier is short or broken.
         DataError: The data does not fit the model.
         ConfigError, ArtifactError: The checkpoint to resume from is missing, damaged or another job's.
+        Stopped: `surroundings.request` was made.
     """
     started_ns = time.monotonic_ns()
     require_room(plan)
@@ -86,12 +91,26 @@ def run(
         origin = _fill(config, graph, engine, loop, batches, surroundings.state)
         if config.export.initial:
             export_initial(Path(config.export.initial), graph, config.seed)
-        _listen(config, costs, engine, loop, batches, surroundings, origin, started_ns)
-        loop.run()
-        if config.export.final:
-            export_weights(Path(config.export.final), graph, engine.weights())
+        ending = _listen(config, costs, engine, loop, batches, surroundings, origin, started_ns)
+        _train(loop, surroundings.request, ending)
+        try:
+            if config.export.final:
+                export_weights(Path(config.export.final), graph, engine.weights())
+        except Stopped as stop:
+            # the export is absent then; what was trained is not to be lost
+            raise ending.end(config.steps) from stop
         replanned = origin is not None and surroundings.state is not None
         return reporting.summarise(graph, costs, plan, loop, origin, replanned=replanned), loop.timelines
+
+
+def _train(loop: TrainingLoop, request: StopRequest, ending: Ending) -> None:
+    with request.deferred():
+        try:
+            loop.run()
+        except ReplanRequested:
+            if request.number:  # came while the state was handed over, to nobody
+                raise ending.end(len(loop.history.losses)) from None
+            raise
 
 
 def _fill(
@@ -128,8 +147,8 @@ def _listen(
     surroundings: Surroundings,
     origin: Checkpoint | None,
     started_ns: int,
-) -> None:
-    """Adds what happens between steps: checkpoints, and the watch over the first steps."""
+) -> Ending:
+    """Adds what happens between steps: checkpoints, the watch over the first steps, the end on request."""
     prediction = engine.plan.prediction
     first = (prediction.peak_bytes, prediction.step_ns)
     if origin is not None:
@@ -138,9 +157,12 @@ def _listen(
     def write(folder: Path) -> None:
         save(folder, engine.homes(), describe(engine, loop, batches, config, first))
 
-    if config.checkpoint.every:
-        folder = Path(config.checkpoint.dir or surroundings.run_folder / "checkpoints")
-        loop.listeners.append(Periodic(folder, config.checkpoint.every, config.checkpoint.keep, write))
+    settings = config.checkpoint
+    folder = Path(settings.dir or surroundings.run_folder / "checkpoints")
+    periodic = Periodic(folder, settings.every, settings.keep, write)
+    ending = Ending(surroundings.request, periodic, settings, config.steps)
+    # the end before the watch: another plan is no concern of a run that was asked to end
+    loop.listeners += [periodic, ending]
     # once is enough: costs that were corrected are not doubted again
     if config.solver.replan != "never" and surroundings.predicted and surroundings.state is None:
         startup_ns = time.monotonic_ns() - started_ns
@@ -148,6 +170,7 @@ def _listen(
             config, engine, loop, costs, surroundings.predicted, startup_ns, surroundings.handover, write
         )
         loop.listeners.append(watch)
+    return ending
 
 
 def require_room(plan: Plan) -> None:

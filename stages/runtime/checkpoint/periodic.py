@@ -19,24 +19,33 @@ class Periodic:
 
     Args:
         folder: Gets folders step-N.
-        every: Steps between checkpoints.
+        every: Steps between checkpoints; 0: only those that are asked for.
         keep: How many stay.
         save: Writes the training state to a folder, in place of one that exists.
     """
 
     def __init__(self, folder: Path, every: int, keep: int, save: Callable[[Path], None]) -> None:
         self._folder, self._every, self._keep, self._save = folder, every, keep, save
+        self._saved = 0
         remove_parts(folder)
 
     def __call__(self, step: int, result: StepResult) -> None:
-        if step % self._every:
-            return
-        self._save(self._folder / f"step-{step}")
+        if self._every and step % self._every == 0:
+            self.save(step)
+
+    def save(self, step: int) -> Path:
+        """The checkpoint of `step`, which was the last one; written unless this process has done so."""
+        path = self._folder / f"step-{step}"
+        if step == self._saved:
+            return path
+        self._save(path)
+        self._saved = step
         print(f"checkpoint of step {step} in {self._folder}", flush=True)
         # only what came before: a run that goes on from an older checkpoint must not remove its own new one
         older = sorted(number for number in numbers(self._folder) if number <= step)
         for number in older[: -self._keep]:
             shutil.rmtree(self._folder / f"step-{number}")
+        return path
 
 
 def numbers(folder: Path) -> list[int]:

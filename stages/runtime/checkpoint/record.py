@@ -82,7 +82,7 @@ def go_on_from(
 def check_configuration(manifest: Checkpoint, engine: Engine, config: RunConfig) -> None:
     """Raises:
     ConfigError: Model, precision, optimizer or batches are others than the checkpoint's, or it has
-        made all steps already.
+        made more steps than are wanted. (All of them: what is left is the export.)
     """
     data = config.data
     expectations = (
@@ -101,13 +101,13 @@ def check_configuration(manifest: Checkpoint, engine: Engine, config: RunConfig)
                 found=str(found),
                 expected=str(expected),
             )
-    if manifest.step >= config.steps:
+    if manifest.step > config.steps:
         raise ConfigError(
-            f"steps={config.steps} and the checkpoint has made {manifest.step}; expected more steps than "
-            f"that, counted from the run's beginning",
+            f"steps={config.steps} and the checkpoint has made {manifest.step}; expected at least as many "
+            f"steps, counted from the run's beginning",
             key="steps",
             found=str(config.steps),
-            expected=f"more than {manifest.step}",
+            expected=f"at least {manifest.step}",
         )
 
 

@@ -140,7 +140,7 @@ def test_an_older_one_can_be_named(saved: Job) -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"steps": 6}, "steps"),
+        ({"steps": 5}, "steps"),
         ({"steps": 9, "data": DataConfig(name="random", batch_size=1, seq_len=LENGTH)}, "data.batch_size"),
     ],
 )
