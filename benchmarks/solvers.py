@@ -3,6 +3,7 @@
     python -m benchmarks.solvers                 # all cases at five budgets, about an hour on two cores
     python -m benchmarks.solvers --quick         # chains of 12 regions at two budgets
     python -m benchmarks.solvers --resume        # goes on where it was interrupted
+    python -m benchmarks.solvers --only gpt2 --results /tmp/gpt2   # cases by name, several at once
 
 Budgets are shares of the all-resident peak; where the least feasible one is more, that is taken. Exit code 1
 if a criterion fails. Results: benchmarks/results/solvers.json and .md.
@@ -70,7 +71,8 @@ def measure(case: SolverCase, shares: Sequence[float], done: set[tuple[str, floa
         return
     problem = case.make()
     resident = realise(Task(problem, ROOMY_BYTES), everything_resident(problem)).simulation.peak_bytes
-    seconds = GOALS[case.kinds][0]
+    has_goal = case.kinds == "few" or len(problem.regions) > SMALL
+    seconds = GOALS[case.kinds if has_goal else "few"][0]
     for share in open_shares:
         task = Task(problem, int(resident * share), time_limit_s=seconds)
         least = _least(task)
@@ -157,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--work", type=Path, default=ROOT.parent / "outputs" / "solvers")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     options = parser.parse_args(arguments)
@@ -165,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shares = [0.45, 0.75] if options.quick else options.shares
     cases = list(made_up((12,) if options.quick else tuple(options.sizes)))
     cases += [] if options.quick else traced(options.work)
+    cases = [case for case in cases if options.only in case.name]
     console = Console(width=200)
     for case in cases:
         for row in measure(case, shares, {(row.case, row.share) for row in rows}):

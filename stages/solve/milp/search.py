@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from itertools import cycle
+from statistics import median_high
 
 from stages.solve.choice import chunk_sizes
 from stages.solve.deadline import Deadline
@@ -11,31 +12,28 @@ from stages.solve.milp.formulation import StepModel
 from stages.solve.milp.linear import Outcome
 from stages.solve.milp.realisation import realise_full
 from stages.solve.milp.rounding import choice_at, rounded_along
+from stages.solve.milp.settings import CHUNKS, RESERVES, SCALES, SHARES, Setting, neighbours, starts
 from stages.solve.milp.units import BYTES_PER_MB, NS_PER_MS
 from stages.solve.pace import whole_pieces
 from stages.solve.task import Candidate, Task
 
 #: HiGHS keeps rows to 1e-7 and reports objectives of points that may be that far outside
 _TOLERANCE = 1e-6
-#: relative gap at which the search has nothing left to win
-_GAP = 2e-3
+#: relative gap at which nothing is left to win
+NEAR = 2e-3
 #: nearer to the relaxation than this, branch and bound is not worth its time
 _WORTH_BRANCHING = 5e-3
-#: shares of the memory beside the process that are kept free for what the model takes for fluid: chunks
-#: and activations on their way, which take all their memory from the first byte to the last
-_RESERVES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23)
 #: elements of a chunk that hides latency well enough
 _EASY_CHUNK = 2**20
-#: chunks in it: on their way in, in update, on their way out
-_CHUNKS = (3, 6, 12, 24)
-#: share of it that goes to slots; activations that move take the rest
-_SHARES = (1.0, 0.6, 0.3, 0.0)
 #: where along the chain the rounding starts: each gives another assignment of equal bytes
 _OFFSETS = (0.0, 0.3, -0.3, 0.45)
 #: of the time limit, what branch and bound may take for one reserve
 _BRANCHING = 0.08
-#: what is left at least for local search from the best
-_POLISHING = 0.3
+#: what is left at least for changes of single choices, in the model and without it
+_REFINING = 0.35
+_POLISHING = 0.15
+#: a change that makes the model's step so much longer is not tried
+_HOPEFUL = 1.003
 #: and for the bound
 _SHARPENING = 0.1
 #: values nearer to 0 or 1 than this are there
@@ -48,15 +46,6 @@ _LONGEST_S = 60.0
 
 #: discrete variable -> 0 or 1
 Assignment = Mapping[int, float]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What rounding does not get from the model; indices into `_RESERVES`, `_CHUNKS` and `_SHARES`."""
-
-    reserve: int
-    chunks: int
-    share: int
 
 
 class ModelSearch:
@@ -88,16 +77,18 @@ class ModelSearch:
 
     def sharpen_bound(self) -> None:
         """Branch and bound on the whole model, where it is small enough to gain by it."""
-        if self.gap > _GAP and len(self._model.discrete) <= _MOST_BRANCHED:
+        if self.gap > NEAR and len(self._model.discrete) <= _MOST_BRANCHED:
             self._session.shift_row(self._model.limit_row, self._model.limit_less(0))
             seconds = _SHARPENING * self._task.time_limit_s
-            self._raise_bound(self._session.solve(seconds, _GAP).bound)
+            self._raise_bound(self._session.solve(seconds, NEAR).bound)
 
     def improve(self, deadline: Deadline) -> None:
         """Candidates until `deadline`, or until none of the settings nearby is better."""
         for variable in self._small:
             self._session.fix(variable, 0.0)
         self._climb(deadline)
+        if self._tried:
+            self._refine(deadline)
         for variable in self._small:
             self._session.release(variable)
 
@@ -121,9 +112,9 @@ class ModelSearch:
     # discrete choices
 
     def _assignment(self, reserve: int, deadline: Deadline) -> Assignment:
-        """Discrete choices for one of `_RESERVES`; empty where nothing fits beside it."""
+        """Discrete choices for one of `RESERVES`; empty where nothing fits beside it."""
         if reserve not in self._assignments:
-            self._keep_free(reserve)
+            self._keep_free(int(RESERVES[reserve] * self._beside_bytes))
             relaxed = self._session.relax(_LONGEST_S)
             found = self._rounded(relaxed, deadline) if relaxed.values else {}
             if found and deadline.left_s > 0:
@@ -139,7 +130,7 @@ class ModelSearch:
             objective = self._around(assignment).objective
             if objective < best[0] or not best[1]:
                 best = (objective, assignment)
-            if deadline.left_s < 0 or objective <= relaxed.objective * (1 + _GAP):
+            if deadline.left_s < 0 or objective <= relaxed.objective * (1 + NEAR):
                 break
         return best[1]
 
@@ -157,7 +148,7 @@ class ModelSearch:
             return assignment
         for variable, value in settled.items():
             self._session.fix(variable, value)
-        outcome = self._session.solve(_BRANCHING * self._task.time_limit_s, _GAP, start.values)
+        outcome = self._session.solve(_BRANCHING * self._task.time_limit_s, NEAR, start.values)
         for variable in settled:
             if variable not in self._small:
                 self._session.release(variable)
@@ -175,26 +166,65 @@ class ModelSearch:
                 self._session.release(variable)
         return solved
 
-    def _keep_free(self, reserve: int) -> None:
-        free = self._model.limit_less(self._reserve_bytes(reserve))
-        self._session.shift_row(self._model.limit_row, free)
+    def _keep_free(self, reserve_bytes: int) -> None:
+        self._session.shift_row(self._model.limit_row, self._model.limit_less(reserve_bytes))
 
-    def _reserve_bytes(self, reserve: int) -> int:
-        return int(_RESERVES[reserve] * (self._task.limit_bytes - self._task.fixed_bytes))
+    @property
+    def _beside_bytes(self) -> int:
+        """What there is beside the process."""
+        return self._task.limit_bytes - self._task.fixed_bytes
+
+    def _reserve_bytes(self, setting: Setting) -> int:
+        return int(RESERVES[setting.reserve] * SCALES[setting.scale] * self._beside_bytes)
 
     # candidates
 
     def _climb(self, deadline: Deadline) -> None:
         """From a few settings to the best of their neighbours, and on from there."""
-        for start in _starts(self._usual_reserve()):
+        for start in starts(self._usual_reserve()):
             self._try(start, deadline)
-        while deadline.left_s > _POLISHING * self._task.time_limit_s and self.gap > _GAP:
+        while deadline.left_s > _REFINING * self._task.time_limit_s and self.gap > NEAR:
             best = min(self._tried, key=self._tried.__getitem__)
-            fresh = [near for near in _neighbours(best) if near not in self._tried]
+            fresh = [near for near in neighbours(best) if near not in self._tried]
             if not fresh:
                 return
             for setting in fresh:
                 self._try(setting, deadline)
+
+    def _refine(self, deadline: Deadline) -> None:
+        """Changes single discrete choices of the best setting; the model settles all else anew."""
+        setting = min(self._tried, key=self._tried.__getitem__)
+        assignment = dict(self._assignments[setting.reserve])
+        self._keep_free(self._reserve_bytes(setting))
+        objective = self._around(assignment).objective
+        changes = list(self._changes())
+        untried = len(changes)
+        for change in cycle(changes):
+            late = deadline.left_s < _POLISHING * self._task.time_limit_s
+            if not untried or late or self.gap <= NEAR:
+                return
+            untried -= 1
+            changed = {**assignment, **change}
+            if changed == assignment:
+                continue
+            around = self._around(changed)
+            if around.objective > _HOPEFUL * objective:
+                continue
+            before = self.best
+            self._lower(around, setting)
+            if self.best is not before:
+                assignment, objective, untried = changed, around.objective, len(changes)
+
+    def _changes(self) -> Iterator[Assignment]:
+        """Single choices: how a region's activations are treated, whether a value moves or a weight does."""
+        variables = self._model.variables
+        for region, move in variables.move.items():
+            for again, moves in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
+                yield {variables.recompute[region]: again, move: moves}
+        for variable in (*variables.values.values(), *variables.weights):
+            if variable not in self._small:
+                yield {variable: 1.0}
+                yield {variable: 0.0}
 
     def _usual_reserve(self) -> int:
         """The reserve nearest to what it is for: a chunk on its way in, one in update and one on its way out,
@@ -202,12 +232,13 @@ class ModelSearch:
         problem = self._task.problem
         longest = max((parameter.elements for parameter in problem.updated), default=0)
         wanted = 3 * min(longest, _EASY_CHUNK) * self._per_element
-        wanted += 3 * max(region.cost.saved_bytes for region in problem.regions)
-        return min(range(len(_RESERVES)), key=lambda reserve: abs(self._reserve_bytes(reserve) - wanted))
+        movable = [problem.regions[region].cost.saved_bytes for region in self._model.variables.move]
+        wanted += 3 * (median_high(movable) if movable else 0)
+        return min(range(len(RESERVES)), key=lambda item: abs(RESERVES[item] * self._beside_bytes - wanted))
 
     def _chunk_elements(self, setting: Setting) -> int:
         """The longest chunks of which the setting's number fits into its reserve."""
-        most = self._reserve_bytes(setting.reserve) // (_CHUNKS[setting.chunks] * self._per_element)
+        most = self._reserve_bytes(setting) // (CHUNKS[setting.chunks] * self._per_element)
         return next((size for size in self._chunks if size <= most), self._chunks[-1])
 
     def _try(self, setting: Setting, deadline: Deadline) -> None:
@@ -216,35 +247,18 @@ class ModelSearch:
             return
         self._tried[setting] = 2**63
         assignment = self._assignment(setting.reserve, deadline)
-        self._keep_free(setting.reserve)
-        values = self._around(assignment).values if assignment else []
-        if not values:
-            return  # too much kept free for what must be held
+        self._keep_free(self._reserve_bytes(setting))
+        if assignment:
+            self._tried[setting] = self._lower(self._around(assignment), setting)
+
+    def _lower(self, around: Outcome, setting: Setting) -> int:
+        """Step time of a point's program; 2**63 where too much is kept free for what must be held."""
+        if not around.values:
+            return 2**63
+        values = around.values
         choice = choice_at(self._model, values, self._chunk_elements(setting))
         arena_bytes = int(values[self._model.variables.arena] * BYTES_PER_MB)
-        arena_bytes += int(_SHARES[setting.share] * self._reserve_bytes(setting.reserve))
+        arena_bytes += int(SHARES[setting.share] * self._reserve_bytes(setting))
         candidate = realise_full(self._task, choice, arena_bytes)
-        if candidate.fits(self._task):
-            self._tried[setting] = candidate.simulation.step_ns
-            self.take(candidate)
-
-
-def _starts(reserve: int) -> list[Setting]:
-    """Settings around a reserve, to begin with."""
-    last = len(_RESERVES) - 1
-    found = [
-        Setting(reserve, 1, 1),
-        Setting(min(last, reserve + 1), 1, 2),
-        Setting(max(0, reserve - 1), 1, 1),
-        Setting(min(last, reserve + 2), 2, 2),
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _neighbours(setting: Setting) -> Iterator[Setting]:
-    limits = {"reserve": len(_RESERVES), "chunks": len(_CHUNKS), "share": len(_SHARES)}
-    for name, count in limits.items():
-        for step in (-1, 1):
-            moved = getattr(setting, name) + step
-            if 0 <= moved < count:
-                yield replace(setting, **{name: moved})
+        self.take(candidate)
+        return candidate.simulation.step_ns if candidate.fits(self._task) else 2**63

@@ -9,14 +9,11 @@ from stages.solve.deadline import Deadline
 from stages.solve.least_budget import most_frugal, require_budget, settle
 from stages.solve.milp.exhaustive import exhaust
 from stages.solve.milp.polish import polish
-from stages.solve.milp.search import ModelSearch
+from stages.solve.milp.search import NEAR, ModelSearch
 from stages.solve.solvers import greedy_async, greedy_sync, layerwise, resident
 from stages.solve.task import Candidate, Solution, Task, realise
 
 Solver = Callable[[Task], Solution]
-
-#: nearer to the bound than this, nothing is left to look for
-_NEAR = 1e-3
 
 #: nearer than this, solvers that know no bound are not asked (none came so near by itself), nor once twice
 #: the time limit is used up
@@ -39,7 +36,7 @@ def solve(task: Task) -> Solution:
     search.take(frugal)
     best = search.best
     if best is not None:
-        best = polish(task, best, deadline, bound_ns=int(search.bound_ns * (1 + _NEAR)))
+        best = polish(task, best, deadline, bound_ns=int(search.bound_ns * (1 + NEAR)))
         best = exhaust(task, best, deadline)
     return settle(task, "auto", [best], frugal, lower_bound_ns=search.bound_ns)
 
@@ -47,7 +44,7 @@ def solve(task: Task) -> Solution:
 def _candidates(task: Task, search: ModelSearch, deadline: Deadline) -> Iterator[Candidate]:
     """Whatever each solver finds, until the best is near the bound."""
     yield from _ask(task, resident.solve)
-    if search.gap <= _NEAR:
+    if search.gap <= NEAR:
         return
     search.improve(deadline)
     search.sharpen_bound()

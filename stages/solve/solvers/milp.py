@@ -6,7 +6,7 @@ from stages.solve.deadline import Deadline
 from stages.solve.least_budget import most_frugal, require_budget, settle
 from stages.solve.milp.exhaustive import exhaust
 from stages.solve.milp.polish import polish
-from stages.solve.milp.search import ModelSearch
+from stages.solve.milp.search import NEAR, ModelSearch
 from stages.solve.task import Solution, Task, realise
 
 
@@ -26,5 +26,6 @@ def solve(task: Task) -> Solution:
     search.take(frugal)
     best = search.best
     if best is not None:
-        best = exhaust(task, polish(task, best, deadline, bound_ns=search.bound_ns), deadline)
+        best = polish(task, best, deadline, bound_ns=int(search.bound_ns * (1 + NEAR)))
+        best = exhaust(task, best, deadline)
     return settle(task, "milp", [best], frugal, search.bound_ns)
