@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from stages import room
 from stages.artifacts import graph as g
 from stages.artifacts.checkpoint import Checkpoint
 from stages.artifacts.costs import Costs
-from stages.artifacts.errors import InfeasibleBudgetError
+from stages.artifacts.errors import ArtifactError, InfeasibleBudgetError
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline
@@ -25,7 +26,7 @@ from stages.region import memory
 from stages.region.initial import iterate_initial
 from stages.runtime import reporting
 from stages.runtime.checkpoint.periodic import Periodic
-from stages.runtime.checkpoint.read import find, load_manifest
+from stages.runtime.checkpoint.read import candidates, load_manifest
 from stages.runtime.checkpoint.record import describe, go_on_from
 from stages.runtime.checkpoint.stopping import Ending
 from stages.runtime.checkpoint.write import save
@@ -123,19 +124,48 @@ def _fill(
 ) -> Checkpoint | None:
     """Initial values, or the training state to go on from; its manifest."""
     started = time.monotonic()
-    folder = state or (find(Path(config.resume)) if config.resume else None)
-    if folder is None:
+    if state is None and not config.resume:
         engine.load(iterate_initial(graph, config.seed))
         loop.start()
         print(f"initial values in place after {time.monotonic() - started:.1f} s", flush=True)
         return None
-    manifest = load_manifest(folder)
-    go_on_from(folder, manifest, engine, loop, batches, config, same_run=state is not None)
+    folders = candidates(Path(config.resume)) if state is None else [state]
+    manifest = _go_on(folders, engine, loop, batches, config, same_run=state is not None)
     if state is not None:
         shutil.rmtree(state)  # read; its space may be wanted
     seconds = time.monotonic() - started
     print(f"training state of step {manifest.step} in place after {seconds:.1f} s", flush=True)
     return manifest
+
+
+def _go_on(
+    folders: list[Path],
+    engine: Engine,
+    loop: TrainingLoop,
+    batches: RowBatches,
+    config: RunConfig,
+    *,
+    same_run: bool,
+) -> Checkpoint:
+    """Goes on from the first checkpoint of `folders` that is whole, and says which were not.
+
+    Raises:
+        ArtifactError: None is; the first one's.
+    """
+    first: ArtifactError | None = None
+    for folder in folders:
+        try:
+            manifest = load_manifest(folder)
+            go_on_from(folder, manifest, engine, loop, batches, config, same_run=same_run)
+        except ArtifactError as error:
+            print(f"warning: {folder} cannot be used: {error}", file=sys.stderr, flush=True)
+            first = first or error
+        else:
+            if first is not None:
+                print(f"warning: going on from the older {folder}", file=sys.stderr, flush=True)
+            return manifest
+    assert first is not None, "there are no folders"
+    raise first
 
 
 def _listen(

@@ -7,11 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from stages.runtime.checkpoint.leftovers import clear_away
 from stages.runtime.engine import StepResult
 
 _FOLDER = re.compile(r"step-([0-9]+)")
-#: what a run that was killed while it saved leaves: see `write.save`
-_PART = re.compile(r"\.step-[0-9]+\.([0-9]+)\.(?:part|old)")
 
 
 class Periodic:
@@ -27,7 +26,7 @@ class Periodic:
     def __init__(self, folder: Path, every: int, keep: int, save: Callable[[Path], None]) -> None:
         self._folder, self._every, self._keep, self._save = folder, every, keep, save
         self._saved = 0
-        remove_parts(folder)
+        clear_away(folder)
 
     def __call__(self, step: int, result: StepResult) -> None:
         if self._every and step % self._every == 0:
@@ -51,11 +50,3 @@ class Periodic:
 def numbers(folder: Path) -> list[int]:
     """The steps of the checkpoints in `folder`."""
     return [int(match.group(1)) for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-
-
-def remove_parts(folder: Path) -> None:
-    """Removes what killed processes left half-written."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _PART.fullmatch(path.name)
-        if match and not Path(f"/proc/{match.group(1)}").exists():
-            shutil.rmtree(path)

@@ -5,32 +5,40 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
+
+import torch
 
 from stages.artifacts import envelope
 from stages.artifacts.checkpoint import Checkpoint, StoredTensor
 from stages.artifacts.errors import ArtifactError, ConfigError
+from stages.artifacts.graph import BYTES_PER_ELEMENT
+from stages.region import operators
 from stages.region.safetensors_reader import Entry, read_header
+from stages.runtime.checkpoint.leftovers import clear_away
 from stages.runtime.checkpoint.write import MANIFEST
 from stages.runtime.homes import HeldTensor, Homes
 from stages.runtime.safetensors_writer import format_dtype
+from stages.runtime.tiers.memoryviews import as_bytes
 
 _STEP_FOLDER = re.compile(r"step-([0-9]+)")
 
 
-def find(folder: Path) -> Path:
-    """The checkpoint that `folder` is, or the newest whole one in it.
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoint that `folder` is, or those in it, newest first; none is known to be whole yet.
 
     Raises:
         ConfigError: There is none.
     """
     if (folder / MANIFEST).is_file():
-        return folder
+        return [folder]
+    clear_away(folder)
     numbered = [
         (int(match.group(1)), path)
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := _STEP_FOLDER.fullmatch(path.name)) and (path / MANIFEST).is_file()
+        if (match := _STEP_FOLDER.fullmatch(path.name)) and path.is_dir()
     ]
     if not numbered:
         raise ConfigError(
@@ -40,7 +48,7 @@ def find(folder: Path) -> Path:
             found=str(folder),
             expected=f"a folder with {MANIFEST}",
         )
-    return max(numbered)[1]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def load_manifest(folder: Path) -> Checkpoint:
@@ -57,56 +65,99 @@ def load_manifest(folder: Path) -> Checkpoint:
     return manifest
 
 
-def restore(folder: Path, manifest: Checkpoint, homes: Homes) -> None:
+def restore(folder: Path, manifest: Checkpoint, homes: Homes, precision: str = "") -> None:
     """Fills all tensors of `homes`, a piece at a time, and holds each against its checksum.
 
+    Args:
+        precision: Of the job; "": the checkpoint's. Under another one, weights and fp32 masters are made
+            from the checkpoint's masters, or from its weights where it has none.
+
     Raises:
-        ArtifactError: The checkpoint is of another model, precision or optimizer, or is damaged. The
-            training state cannot be used then.
+        ArtifactError: The checkpoint is of another model or optimizer, or is damaged. The training state
+            cannot be used then.
     """
-    held = {tensor.name: tensor for tensor in homes.tensors}
-    _check_names(folder, manifest, held)
-    for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
-        stored = [tensor for tensor in manifest.tensors if tensor.file == file]
-        _restore_file(folder / file, stored, held, homes)
+    sources = _sources(folder, manifest, homes, changes=precision not in ("", manifest.precision))
+    for file in dict.fromkeys(tensor.file for tensor, _ in sources):
+        _restore_file(folder / file, [pair for pair in sources if pair[0].file == file], homes)
 
 
-def _check_names(folder: Path, manifest: Checkpoint, held: dict[str, HeldTensor]) -> None:
-    stored = {tensor.name: (tensor.dtype, tensor.elements) for tensor in manifest.tensors}
-    wanted = {name: (tensor.dtype, tensor.elements) for name, tensor in held.items()}
-    differing = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
-    if differing:
-        name = differing[0]
-        raise ArtifactError(
-            f"{folder} does not fit this job: {name} is {stored.get(name, 'missing')} there and "
-            f"{wanted.get(name, 'unknown')} here ({len(differing)} tensors differ). Resume with the model, "
-            f"precision and optimizer that wrote it",
-            key="resume",
-            found=str(stored.get(name, "missing")),
-            expected=str(wanted.get(name, "nothing of that name")),
-        )
+def _sources(
+    folder: Path, manifest: Checkpoint, homes: Homes, *, changes: bool
+) -> list[tuple[StoredTensor, HeldTensor]]:
+    """What each tensor of the job is filled from.
+
+    Args:
+        changes: Whether the job has another precision.
+
+    Raises:
+        ArtifactError: The two do not fit.
+    """
+    stored = {tensor.name: tensor for tensor in manifest.tensors}
+    pairs = [
+        (stored.get(_origin(tensor.name, stored) if changes else tensor.name), tensor)
+        for tensor in homes.tensors
+    ]
+    used = {source.name for source, _ in pairs if source is not None}
+    for source, tensor in pairs:
+        if source is None or not _fits(source, tensor, may_be_cast=changes):
+            found = "missing" if source is None else f"{source.elements} elements of {source.dtype}"
+            raise _unfit(folder, tensor.name, found, f"{tensor.elements} of {tensor.dtype}")
+    rounded = {name for name in stored if changes and name.startswith("weight/")}  # their masters are used
+    for name in stored.keys() - used - rounded:
+        raise _unfit(folder, name, "there", "unknown")
+    return [(source, tensor) for source, tensor in pairs if source is not None]
 
 
-def _restore_file(path: Path, stored: list[StoredTensor], held: dict[str, HeldTensor], homes: Homes) -> None:
+def _origin(name: str, stored: Mapping[str, StoredTensor]) -> str:
+    """Under another precision: the stored tensor that has the values of `name` in full."""
+    role, _, owner = name.partition("/")
+    if role not in ("weight", "master"):
+        return name
+    master = f"master/{owner}"
+    return master if master in stored else f"weight/{owner}"
+
+
+def _fits(source: StoredTensor, tensor: HeldTensor, *, may_be_cast: bool) -> bool:
+    castable = may_be_cast and tensor.name.startswith(("weight/", "master/"))
+    return source.elements == tensor.elements and (castable or source.dtype == tensor.dtype)
+
+
+def _unfit(folder: Path, name: str, found: str, expected: str) -> ArtifactError:
+    return ArtifactError(
+        f"{folder} does not fit this job: {name} is {found} there and {expected} here. Resume with the model "
+        f"and optimizer that wrote it",
+        key="resume",
+        found=found,
+        expected=expected,
+    )
+
+
+def _restore_file(path: Path, pairs: list[tuple[StoredTensor, HeldTensor]], homes: Homes) -> None:
     entries, start = read_header(path)
     try:
         with path.open("rb", buffering=0) as file:
-            for tensor in stored:
-                entry = _checked_entry(path, entries, tensor, held[tensor.name])
+            for stored, tensor in pairs:
+                entry = _checked_entry(path, entries, stored)
                 source = _Source(file, path, start + entry.data_offsets[0])
-                homes.fill(held[tensor.name], source.take)
-                if source.digest.hexdigest() != tensor.sha256:
-                    raise _damaged(path, tensor.name, "its checksum differs")
+                take = (
+                    source.take
+                    if stored.dtype == tensor.dtype
+                    else source.casting(stored.dtype, tensor.dtype)
+                )
+                homes.fill(tensor, take)
+                if source.digest.hexdigest() != stored.sha256:
+                    raise _damaged(path, stored.name, "its checksum differs")
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror or error}", key="resume") from error
 
 
-def _checked_entry(path: Path, entries: dict[str, Entry], stored: StoredTensor, held: HeldTensor) -> Entry:
+def _checked_entry(path: Path, entries: dict[str, Entry], stored: StoredTensor) -> Entry:
     entry = entries.get(stored.name)
     if entry is None:
         raise _damaged(path, stored.name, "it is missing")
     first, last = entry.data_offsets
-    if first < 0 or last - first != held.size_bytes or entry.dtype != format_dtype(stored.dtype):
+    size = stored.elements * BYTES_PER_ELEMENT[stored.dtype]
+    if first < 0 or last - first != size or entry.dtype != format_dtype(stored.dtype):
         raise _damaged(path, stored.name, f"it is {entry.dtype}, bytes {first} to {last}")
     return entry
 
@@ -135,3 +186,15 @@ class _Source:
         # cached pages would count against a memory limit
         os.posix_fadvise(self._file.fileno(), self._offset - done, done, os.POSIX_FADV_DONTNEED)
         self.digest.update(piece)
+
+    def casting(self, stored: str, wanted: str) -> Callable[[memoryview], None]:
+        """As `take`, for pieces of another dtype than the file's."""
+        source_dtype, wanted_dtype = operators.dtype(stored), operators.dtype(wanted)
+
+        def take(piece: memoryview) -> None:
+            target = torch.frombuffer(piece, dtype=wanted_dtype)
+            content = torch.empty(target.numel(), dtype=source_dtype)
+            self.take(as_bytes(content))
+            target.copy_(content)
+
+        return take

@@ -72,8 +72,16 @@ def go_on_from(
         ArtifactError: The checkpoint is damaged, or of another model.
     """
     check_configuration(manifest, engine, config)
-    engine.restore(lambda homes: restore(folder, manifest, homes), manifest.update_counts)
-    _restore_scaler(manifest, engine)
+    precision = engine.graph.precision
+    engine.restore(lambda homes: restore(folder, manifest, homes, precision), manifest.update_counts)
+    if precision != manifest.precision:
+        print(
+            f"the checkpoint's precision is {manifest.precision}: weights are made anew for {precision} from "
+            f"its {'weights' if manifest.precision == 'fp32' else 'fp32 masters'}",
+            flush=True,
+        )
+    else:
+        _restore_scaler(manifest, engine)
     batches.seek(manifest.data.position)
     peak_bytes = manifest.progress.peak_bytes if same_run else 0
     loop.go_on(_history(manifest.progress), _random_state(manifest), peak_bytes)
@@ -81,12 +89,11 @@ def go_on_from(
 
 def check_configuration(manifest: Checkpoint, engine: Engine, config: RunConfig) -> None:
     """Raises:
-    ConfigError: Model, precision, optimizer or batches are others than the checkpoint's, or it has
+    ConfigError: Model, optimizer or batches are others than the checkpoint's, or it has
         made more steps than are wanted. (All of them: what is left is the export.)
     """
     data = config.data
     expectations = (
-        ("precision", engine.graph.precision, manifest.precision),
         ("optimizer.name", engine.plan.implementation, manifest.implementation),
         ("data.batch_size", data.batch_size, manifest.data.batch_size),
         ("data.seq_len", data.seq_len, manifest.data.seq_len),

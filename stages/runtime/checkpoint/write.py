@@ -20,6 +20,7 @@ from stages.artifacts import envelope
 from stages.artifacts.checkpoint import Checkpoint, StoredTensor, seal
 from stages.artifacts.errors import StorageError
 from stages.region import memory
+from stages.runtime.checkpoint.leftovers import held
 from stages.runtime.homes import HeldTensor, Homes
 from stages.runtime.safetensors_writer import Entry, Place, SyncedWriter, check_dtype, lay_out
 
@@ -41,10 +42,13 @@ def save(folder: Path, homes: Homes, record: Checkpoint, *, shard_bytes: int = S
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir(mode=0o700)
-        _write(part, homes, record, shard_bytes)
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
+        with ExitStack() as stack:
+            stack.enter_context(held(part))
+            _write(part, homes, record, shard_bytes)
+            if folder.exists():
+                stack.enter_context(held(folder))
+                folder.rename(old)
+            part.rename(folder)
         _sync_folder(folder.parent)
     except OSError as error:
         raise StorageError(

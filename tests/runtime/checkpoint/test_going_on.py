@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from stages.artifacts.checkpoint import Checkpoint, DataPosition, Progress
 from stages.artifacts.errors import ArtifactError, ConfigError, StorageError
 from stages.artifacts.summary import Summary
 from stages.config import CheckpointConfig, DataConfig, OptimizerConfig
-from stages.runtime.checkpoint.periodic import remove_parts
 from stages.runtime.checkpoint.read import load_manifest, restore
 from stages.runtime.checkpoint.write import save
 from stages.runtime.safetensors_writer import SyncedWriter
@@ -206,15 +203,6 @@ def test_a_full_disk_leaves_nothing_half_written(
     with pytest.raises(StorageError, match="No space left"):
         saved.run(steps=2, checkpoint=config)
     assert list((tmp_path / "full").iterdir()) == []
-
-
-def test_parts_of_killed_runs_are_removed_and_a_living_ones_stay(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for name in (f".step-3.{dead.pid}.part", f".step-3.{os.getpid()}.part", "mine"):
-        (tmp_path / name).mkdir()
-    remove_parts(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".step-3.{os.getpid()}.part", "mine"]
 
 
 def manifest(update_counts: dict[str, int]) -> Checkpoint:
