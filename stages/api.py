@@ -27,6 +27,7 @@ from stages.batch_structure import Batch, BatchStructure, arguments
 from stages.config import (
     DataConfig,
     DeviceConfig,
+    LossScaleConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -183,6 +184,10 @@ def prepare(
     lane: str = "cpu",
     micro_batches: int = 1,
     loss: str = "auto",
+    accumulate: int = 1,
+    max_grad_norm: float = 0.0,
+    skip_limit: int = 0,
+    loss_scale: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Traces and profiles `model` on `batch`, whose sizes are the largest that steps may have.
 
@@ -199,6 +204,9 @@ def prepare(
         micro_batches: Slices that each step's batch is cut into; their gradients add up to the batch's.
         loss: How the losses of slices make the batch's: "mean" over rows, "token_mean" over targets that
             are not ignored, "sum", or "auto": found out, and refused where they do not.
+        max_grad_norm: 2-norm to which all gradients together are scaled down; 0: as they are.
+        skip_limit: Steps in a row that may be skipped for inf or nan in a gradient, see `TrainConfig`.
+        loss_scale: Of fp16, see `LossScaleConfig`.
 
     Raises:
         TraceError: The model cannot be traced exactly.
@@ -207,7 +215,8 @@ def prepare(
     config = RunConfig(
         model=ModelConfig(name=type(model).__name__, source="module", target="live.Module"),
         data=DataConfig(name="random", batch_size=max(1, micro_batches)),
-        train=TrainConfig(micro_batches, loss),
+        train=TrainConfig(micro_batches, loss, accumulate, max_grad_norm, skip_limit),
+        loss_scale=LossScaleConfig(**(loss_scale or {})),
         optimizer=optimizer_settings(optimizer, lr, optimizer_arguments or {}),
         solver=SolverConfig(name=solver),
         device=DeviceConfig(name="cpu", threads=threads),

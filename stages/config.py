@@ -19,6 +19,10 @@ from stages.artifacts.store import default_folder
 from stages.hardware import HardwareConfig as HardwareConfig
 from stages.sizes import format_size as format_size
 from stages.sizes import parse_size as parse_size
+from stages.training import LossScaleConfig as LossScaleConfig
+from stages.training import SchedulerConfig as SchedulerConfig
+from stages.training import TrainConfig as TrainConfig
+from stages.training import require as _require
 
 #: what OmegaConf calls a value that must be given
 MISSING: Any = "???"
@@ -27,20 +31,11 @@ MISSING: Any = "???"
 CURVE = "curve"
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-LOSSES = ("auto", "mean", "token_mean", "sum")
 SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async", "milp", "auto")
 REPLANNING = ("auto", "never", "always")
 DEVICES = ("auto", "cpu", "cuda")
 DATASETS = ("text", "tokens", "random")
 MODEL_SOURCES = ("transformers", "directory", "module")
-
-
-def _require(condition: bool, key: str, found: object, expected: str) -> None:
-    """Raises a ConfigError that names `key`, unless `condition` holds or the value is not given yet."""
-    if not condition and found != MISSING:
-        raise ConfigError(
-            f"{key}={found} cannot be used; expected {expected}", key=key, found=str(found), expected=expected
-        )
 
 
 def _require_one_of(key: str, found: str, options: tuple[str, ...]) -> None:
@@ -115,24 +110,6 @@ class OptimizerConfig:
             _require(in_range, f"optimizer.{key}", value, "a finite number, at least 0")
         in_range = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _require(in_range, "optimizer.betas", self.betas, "two numbers from 0 up to, not including, 1")
-
-
-@dataclass
-class TrainConfig:
-    """How a step goes through its batch.
-
-    micro_batches: slices that a step's batch is cut into; their gradients add up to the batch's.
-    loss: how the losses of slices make the batch's loss. "auto": found out by running the model on
-    a few rows, whole and in slices; refused where they do not. Declared: "mean" over rows,
-    "token_mean" over the targets of a cross entropy that are not ignored, "sum".
-    """
-
-    micro_batches: int = 1
-    loss: str = "auto"
-
-    def __post_init__(self) -> None:
-        _require(self.micro_batches >= 1, "train.micro_batches", self.micro_batches, "at least 1")
-        _require_one_of("train.loss", self.loss, LOSSES)
 
 
 @dataclass
@@ -243,6 +220,7 @@ class RunConfig:
     tiers: TiersConfig = field(default_factory=TiersConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

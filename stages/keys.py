@@ -98,6 +98,7 @@ def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
             "hardware": dataclasses.asdict(config.hardware),
             "solver": solver,
             "slices": _slices(config),
+            "update": _update(config),
             "precision": config.precision,
             "code": _code("stages.solve.stage"),
             **_common(),
@@ -107,7 +108,22 @@ def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
 
 def _slices(config: RunConfig) -> dict[str, Any]:
     """What says into how many micro-batches the batch is cut."""
-    return {**dataclasses.asdict(config.train), "solver": config.solver.micro_batches}
+    train = config.train
+    return {
+        "micro_batches": train.micro_batches,
+        "loss": train.loss,
+        "solver": config.solver.micro_batches,
+    }
+
+
+def _update(config: RunConfig) -> dict[str, Any]:
+    """What a plan's updates wait for."""
+    train = config.train
+    return {
+        "deferred": train.defers_update(config.precision),
+        "clips": train.clips,
+        "accumulate": train.accumulate,
+    }
 
 
 @functools.cache

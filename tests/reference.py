@@ -26,7 +26,11 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 
 #: how much a batch or a slice of it counts: rows, targets, ...
 WeightOf = Callable[[Any], float]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+#: from parameters, or from param groups
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+#: the param groups of trained parameters by name
+MakeGroups = Callable[[Mapping[str, nn.Parameter]], list[dict[str, Any]]]
+MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 def adamw(
@@ -81,6 +85,8 @@ class Result:
     #: 2-norm over all (unscaled) gradients of each step; None where the step was skipped
     norms: list[float | None] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # per step, if asked for
+    learning_rates: list[list[float]] = field(default_factory=list)  # per step, of each param group
+    scales: list[float] = field(default_factory=list)  # loss scale after each step of fp16
 
 
 def train(
@@ -94,6 +100,12 @@ def train(
     keep_gradients: bool = False,
     micro_batches: int = 1,
     weight_of: WeightOf | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float = 0.0,
+    skip_non_finite: bool = False,
+    groups: MakeGroups | None = None,
+    scheduler: MakeScheduler | None = None,
+    scale: LossScale | None = None,
 ) -> Result:
     """Trains `steps` steps, taking the batches in turn and again from the first when they end.
 
@@ -104,26 +116,42 @@ def train(
         micro_batches: Slices of each batch, whose gradients `.grad` adds up one after another.
         weight_of: With which factor a slice's loss counts; its share of the rows when absent. Slices
             that do not count are left out.
+        accumulate: Batches of each step: so many calls of `(loss / accumulate).backward()` before the update.
+        max_grad_norm: For `clip_grad_norm_` of the unscaled gradients; 0: no clipping.
+        skip_non_finite: Leave out updates from gradients with inf or nan, as fp16 does in any case.
+        groups: Makes the param groups; one of all parameters when absent.
+        scheduler: Its `step` follows each update that is made.
+        scale: Of fp16, in its first state; the defaults when absent.
     """
     torch.manual_seed(seed)
     model = model_factory()
     masters = _cast(model, COMPUTE_DTYPES[precision])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    stepper = (optimizer or adamw())(list((masters or trained).values()))
-    scale = LossScale() if precision == "fp16" else None
+    updated = masters or trained
+    stepper = (optimizer or adamw())(groups(updated) if groups else list(updated.values()))
+    schedule = scheduler(stepper) if scheduler else None
+    scale = (scale or LossScale()) if precision == "fp16" else None
     result = Result(losses=[], final={}, masters={}, rng_states=[])
     batches = list(batches)
     model.train()
     torch.manual_seed(seed)
     for step in range(1, steps + 1):
-        batch = batches[(step - 1) % len(batches)]
-        result.losses.append(_accumulate(model, batch, scale, micro_batches, weight_of or rows_in))
+        used = [batches[call % len(batches)] for call in range((step - 1) * accumulate, step * accumulate)]
+        losses = [
+            _accumulate(model, batch, scale, micro_batches, weight_of or rows_in, 1 / accumulate)
+            for batch in used
+        ]
+        result.losses.append(sum(losses))
+        result.learning_rates.append([group["lr"] for group in stepper.param_groups])
         if keep_gradients:
             result.gradients.append(_gradients(trained))
-        norm = _update(trained, masters, stepper, scale)
+        norm = _update(trained, masters, stepper, scale, max_grad_norm, skip=skip_non_finite)
         result.norms.append(norm)
+        result.scales.append(scale.value if scale else 1.0)
         if norm is None:
             result.skipped_steps.append(step)
+        elif schedule is not None:
+            schedule.step()
         result.rng_states.append(torch.get_rng_state())
     result.final = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     result.masters = {name: master.detach().clone() for name, master in masters.items()}
@@ -137,20 +165,26 @@ def rows_in(batch: Any) -> float:
 
 
 def _accumulate(
-    model: nn.Module, batch: Any, scale: LossScale | None, micro_batches: int, weight_of: WeightOf
+    model: nn.Module,
+    batch: Any,
+    scale: LossScale | None,
+    micro_batches: int,
+    weight_of: WeightOf,
+    share: float,
 ) -> float:
-    """Forward and backward of every slice in turn; the loss of the whole batch."""
+    """Forward and backward of every slice in turn; the loss of the whole batch, times its share."""
+    factor = (scale.value if scale else 1.0) * share
     if micro_batches == 1:
         loss = loss_of(call(model, batch))
-        (loss.float() * scale.value if scale else loss).backward()
-        return loss.item()
+        (loss.float() * factor if factor != 1.0 else loss).backward()
+        return loss.item() * share
     total, whole = 0.0, weight_of(batch)
     for part in slices(batch, micro_batches):
         weight = weight_of(part) / whole
         if weight:
             loss = loss_of(call(model, part))
-            (loss.float() * ((scale.value if scale else 1.0) * weight)).backward()
-            total += weight * loss.item()
+            (loss.float() * (factor * weight)).backward()
+            total += weight * share * loss.item()
     return total
 
 
@@ -211,9 +245,12 @@ def _update(
     masters: dict[str, nn.Parameter],
     stepper: torch.optim.Optimizer,
     scale: LossScale | None,
+    max_grad_norm: float,
+    *,
+    skip: bool,
 ) -> float | None:
     """One optimizer step from the gradients; their norm, or None when it was skipped for an overflow."""
-    finite = True
+    finite = not skip or all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in trained.values())
     for name, master in masters.items():
         gradient, trained[name].grad = trained[name].grad, None
         if gradient is None:
@@ -227,6 +264,8 @@ def _update(
         updated = masters or trained
         gradients = [p.grad for p in updated.values() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
+        if max_grad_norm:
+            torch.nn.utils.clip_grad_norm_([p for p in updated.values() if p.grad is not None], max_grad_norm)
         stepper.step()
         with torch.no_grad():
             for name, master in masters.items():

@@ -45,6 +45,7 @@ class Buffer(Struct, frozen=True):
 
     role: "weight" (a parameter in its compute dtype), "master" (fp32 copy under bf16/fp16),
     "state" (one optimizer state tensor of a parameter), "gradient" (of a parameter),
+    "partial_gradient" (what a further batch has sent so far to a parameter of several regions),
     "value", "value_gradient", "saved" (all that autograd keeps of a region), "persistent"
     (a model buffer such as running statistics; never moves).
     A buffer that is moved in pieces appears as one Buffer per piece: `start` and `count` give the
@@ -106,8 +107,9 @@ class Location(Struct, frozen=True):
 
 
 class Phase(Struct, frozen=True):
-    """name: "step" (forward, backward and, where exact, the update inside backward),
-    "update" (the optimizer alone, after the norm or overflow check), "evaluate"."""
+    """name: "step" (forward, backward and, where exact, the update inside backward), "accumulate" (forward
+    and backward of a further batch, adding to gradients that are there), "update" (the optimizer
+    alone, after the norm or overflow check), "evaluate"."""
 
     name: str
     instructions: list[Instruction]
@@ -200,6 +202,12 @@ class Plan(Struct, frozen=True):
     host_bytes: Integer = 0
     #: how slices' losses make the step's loss: "mean" | "token_mean" | "sum"; "" with one slice
     loss: str = ""
+    #: whether updates wait until every gradient is known (loss scale, clipping, skipping, accumulation)
+    deferred: bool = False
+    #: whether gradients are scaled to a norm, which takes their whole norms in fp32 and room in the update
+    clips: bool = False
+    #: batches whose gradients are added up before an update; above 1 there is a phase "accumulate"
+    accumulate: Integer = 1
 
 
 def bookkeeping_bytes(instructions: int, buffers: int) -> int:

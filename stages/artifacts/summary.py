@@ -38,6 +38,9 @@ class Summary(Struct, frozen=True, omit_defaults=False):
     step_peak_bytes: list[int] = []
     step_times_s: list[float] = []
     evaluations: list[dict[str, float]] = []
+    #: that each step used, of each param group in order; skipped steps would have used it
+    learning_rates: list[list[float]] = []
+    loss_scales: list[float] = []  # with which each step's gradients were made; 1 but for fp16
     #: the step after which the run went over to another plan; None: it kept its plan
     replanned_at: int | None = None
     #: the checkpoint's step where the run was resumed

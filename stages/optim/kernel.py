@@ -80,6 +80,7 @@ class UpdateKernel(ABC):
         lr: float,
         *,
         inverse_scale: float = 1.0,
+        factor: float = 1.0,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class UpdateKernel(ABC):
             master: The same elements in fp32.
             gradient: The same elements in the compute dtype, scaled.
             inverse_scale: 1 / (loss scale).
+            factor: By which clipping multiplies the gradient after that.
         """
         if master.dtype != torch.float32:
             raise ValueError(f"master of {master.dtype}; expected torch.float32")
@@ -100,6 +102,8 @@ class UpdateKernel(ABC):
         if inverse_scale != 1.0:
             # `float` returns its argument when there is nothing to cast: that must not be scaled in place
             full = full.mul_(inverse_scale) if full is not gradient else full * inverse_scale
+        if factor != 1.0:
+            full = full.mul_(factor) if full is not gradient else full * factor
         self.update(master, full, states, step, lr, shape=shape, stride=stride)
         with torch.no_grad():
             weight.copy_(master)

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class ScaleSettings:
-    """When the scale moves.
-
-    hysteresis: overflows before the scale shrinks, counted since it last grew; from then on each
-    further one shrinks it again.
-    """
-
-    initial: float = 2.0**16
-    growth_factor: float = 2.0
-    growth_interval: int = 1000
-    backoff_factor: float = 0.5
-    hysteresis: int = 2
-    minimum: float = 1.0
-    maximum: float = 2.0**32
-
-    def __post_init__(self) -> None:
-        if not 0 < self.minimum <= self.initial <= self.maximum:
-            raise ValueError(
-                f"scale from {self.minimum} over {self.initial} to {self.maximum}; expected ascending"
-            )
-        if self.growth_factor <= 1 or not 0 < self.backoff_factor < 1:
-            raise ValueError(
-                f"growth by {self.growth_factor}, backoff by {self.backoff_factor}; expected > 1 and < 1"
-            )
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise ValueError(
-                f"growth interval {self.growth_interval}, hysteresis {self.hysteresis}; expected 1 or more"
-            )
+from stages.training import LossScaleConfig
 
 
 class LossScaler:
     """The scale of the next step's loss.
 
-    Powers of two by default, so that scaling and unscaling round nothing.
+    Powers of two, so that scaling and unscaling round nothing.
     """
 
-    def __init__(self, settings: ScaleSettings | None = None) -> None:
-        self.settings = settings or ScaleSettings()
+    def __init__(self, settings: LossScaleConfig | None = None) -> None:
+        self.settings = settings or LossScaleConfig()
         self.scale = self.settings.initial
         self._clean_steps = 0
         self._overflows = 0

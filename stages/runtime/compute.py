@@ -36,6 +36,10 @@ class StepSettings:
 
     learning_rate: float
     loss_scale: float = 1.0
+    #: by which clipping multiplies every unscaled gradient
+    factor: float = 1.0
+    #: whether norms are those of whole fp32 copies of gradients
+    whole_norms: bool = False
 
 
 class Compute:
@@ -248,9 +252,10 @@ class Compute:
             return
         spec = self._state.parameters[name].spec
         gradient = self.step.gradients[name] = in_order_of(gradient, spec)
-        self.step.norms[name] = norm = gradient_norm(flat(gradient, spec))
+        norm = gradient_norm(flat(gradient, spec), whole=self.settings.whole_norms)
+        self.step.norms[name] = norm
         # squares overflow before their terms do: only the elements tell
-        if self._graph.precision == "fp16" and not isfinite(norm) and not _is_finite(gradient):
+        if not isfinite(norm) and not _is_finite(gradient):
             self.step.non_finite.append(name)
 
     # update
@@ -259,8 +264,8 @@ class Compute:
         """The optimizer on elements [start, start + count) of one parameter."""
         name = instruction.parameter
         gradient = self._gradient_piece(instruction)
-        if gradient is None:
-            return  # nothing reached this parameter: eager leaves it alone too
+        if gradient is None or self.step.non_finite:
+            return  # nothing reached this parameter: eager leaves it alone too; or the step is lost
         weight = self._piece(instruction, "weight")
         assert weight is not None, f"update of {name} without its weight"
         master = self._piece(instruction, "master")
@@ -273,7 +278,10 @@ class Compute:
         shape, stride = integers(parameter.spec.shape), integers(parameter.spec.stride)
         count = self._state.update_counts.get(name, 0) + 1
         rate = self.settings.learning_rate
+        factor = self.settings.factor
         if master is None:
+            if factor != 1.0:
+                gradient = gradient * factor  # in place, it might scale another parameter's too
             self._kernel.update(weight, gradient, states, count, rate, shape=shape, stride=stride)
             return
         self._kernel.update_low_precision(
@@ -284,6 +292,7 @@ class Compute:
             count,
             rate,
             inverse_scale=1.0 / self.settings.loss_scale,
+            factor=factor,
             shape=shape,
             stride=stride,
         )

@@ -13,12 +13,14 @@ from stages.artifacts.errors import ConfigError
 from stages.artifacts.plan import Buffer, Instruction, Phase, Plan
 from stages.artifacts.timeline import Event
 from stages.optim.kernel import UpdateKernel
+from stages.optim.norms import total_norm
 from stages.optim.scaler import LossScaler
 from stages.region.initial import literal_constants
 from stages.runtime import sizes, transfers
 from stages.runtime.completes import COMPLETES_NOTHING, gradients_completed_by
 from stages.runtime.compute import Compute, StepSettings
 from stages.runtime.draws import follows_a_plain_loop, rehearse
+from stages.runtime.guard import Guard
 from stages.runtime.homes import Homes
 from stages.runtime.lanes.lane_set import LaneSet, Timing
 from stages.runtime.placing import Placing
@@ -26,16 +28,23 @@ from stages.runtime.slices import Slicer
 from stages.runtime.state import MicroBatch, MicroState, TrainingState
 from stages.runtime.tiers.arena import Arena
 from stages.runtime.tiers.disk import DiskFile
+from stages.training import LossScaleConfig, TrainConfig
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave. `grad_norm` is unscaled; None when the step was skipped."""
+    """What one step gave.
+
+    grad_norm: of the unscaled gradients before they were clipped; None when the step was skipped.
+    non_finite: parameters with inf or nan in their gradient, in the order of the backward.
+    loss_scale: that the gradients were made with; 1 where there is none.
+    """
 
     loss: float
     grad_norm: float | None
     skipped: bool
     non_finite: tuple[str, ...] = ()
+    loss_scale: float = 1.0
     events: list[Event] = field(default_factory=list)
     moved_bytes: dict[str, int] = field(default_factory=dict)  # "read", "write"
 
@@ -52,6 +61,11 @@ class Engine:
         poison: Whether memory that the plan calls free or not yet filled is overwritten with NaN and
             out-of-range integers (tests): what reads it then goes wrong every time.
         evaluation: The graph of the model in evaluation mode, where the plan has that phase.
+        train: What happens before an update.
+        loss_scale: How fp16's moves.
+
+    Raises:
+        ArtifactError: The plan was made for updates that wait for less than these do.
     """
 
     def __init__(
@@ -63,9 +77,12 @@ class Engine:
         lanes: LaneSet,
         evaluation: g.RegionGraph | None = None,
         *,
+        train: TrainConfig | None = None,
+        loss_scale: LossScaleConfig | None = None,
         poison: bool = False,
     ) -> None:
         self.graph = graph
+        self._guard = Guard(graph, plan, train or TrainConfig(), loss_scale)
         self.plan = plan
         self._kernel = kernel
         self._lanes = lanes
@@ -86,10 +103,10 @@ class Engine:
         self._completed = {
             name: gradients_completed_by(phase, self._state.buffers) for name, phase in self._phases.items()
         }
-        self.scaler = LossScaler() if graph.precision == "fp16" else None
         self._poison = poison
         if poison:
             self._arena.poison(0, plan.arena_bytes)
+        self._events: list[Event] = []
         #: bytes moved by each instruction of the phase under way; each has one writer
         self._moved: dict[int, int] = {}
 
@@ -125,53 +142,72 @@ class Engine:
         self._state.update_counts.clear()
         self._state.update_counts.update(update_counts)
 
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scale of fp16."""
+        return self._guard.scaler
+
+    @property
+    def guard(self) -> Guard:
+        """What stands between gradients and their update."""
+        return self._guard
+
     def step(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> StepResult:
-        """One training step: forward, backward, update.
+        """One training step on one batch: forward, backward, update.
 
         Args:
             batch: Every input by name, sizes at most those planned.
 
         Raises:
             DataError: The batch does not fit the plan; nothing has changed then.
+            NumericsError: Gradients with inf or nan, in too many steps in a row.
         """
+        self._backward(batch, learning_rate)
+        return self._apply(learning_rate)
+
+    def _backward(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> None:
+        self._guard.require_sound()
         bound = sizes.bind(self.graph, batch)
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        settings = StepSettings(learning_rate=learning_rate, loss_scale=scale)
+        settings = StepSettings(learning_rate, self._guard.scale, whole_norms=self.plan.clips)
         batches = self._slicer.cut(batch, bound, self._training.lookup)
         self._training.begin(batches, settings)
         if not self._plain:
             self._training.step.draws = rehearse(self.graph, batches)
-        events = self._run("step", self._training)
-        non_finite = tuple(self._training.step.non_finite)
-        if "update" in self._phases and not non_finite:
-            events += self._run("update", self._training)
-        if self.scaler is not None:
-            self.scaler.update(found_non_finite=bool(non_finite))
-        return self._finish(non_finite, scale, events)
+        self._events = self._run("step", self._training)
 
-    def _finish(self, non_finite: tuple[str, ...], scale: float, events: list[Event]) -> StepResult:
-        step = self._training.step
+    def _apply(self, learning_rate: float) -> StepResult:
+        """The update, unless a gradient forbids it."""
+        step, guard = self._training.step, self._guard
+        non_finite, scale = tuple(step.non_finite), guard.scale
+        norm = total_norm(self._in_order(step.norms)) / scale
+        if "update" in self._phases and not non_finite:
+            self._training.settings = StepSettings(learning_rate, scale, guard.factor(norm))
+            self._events += self._run("update", self._training)
+        result = self._finish(non_finite, None if non_finite else float(norm), scale)
+        guard.take(non_finite)
+        return result
+
+    def _finish(self, non_finite: tuple[str, ...], norm: float | None, scale: float) -> StepResult:
+        step, events = self._training.step, self._events
         loss = sum(item.batch.weight * self._loss(item) for item in step.micro if not item.batch.empty)
-        norm = None if non_finite else self._norm(step.norms) / scale
         if not non_finite:
             for name in step.norms:
                 self._state.update_counts[name] = self._state.update_counts.get(name, 0) + 1
         moved = {
             lane: sum(event.bytes for event in events if event.lane == lane) for lane in ("read", "write")
         }
-        result = StepResult(loss, norm, bool(non_finite), non_finite, events, moved)
         self._training.end()
-        return result
+        self._events = []
+        return StepResult(loss, norm, bool(non_finite), non_finite, scale, events, moved)
+
+    def _in_order(self, norms: Mapping[str, float]) -> list[float]:
+        """Norms of whole gradients in parameter order."""
+        return [norms[name] for name in self._state.parameters if name in norms]
 
     @staticmethod
     def _loss(micro: MicroState) -> float:
         assert micro.loss is not None, "the program never ran the loss"
         return float(micro.loss)
-
-    def _norm(self, norms: Mapping[str, float]) -> float:
-        """One norm over all parameters: each whole gradient's, combined in parameter order."""
-        ordered = [norms[name] for name in self._state.parameters if name in norms]
-        return float(torch.linalg.vector_norm(torch.tensor(ordered)))
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         """The loss in evaluation mode, without gradients; training state stays as it is."""

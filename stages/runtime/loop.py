@@ -27,6 +27,9 @@ class History:
     step_peak_bytes: list[int] = field(default_factory=list)
     moved_bytes: list[dict[str, int]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
+    #: used in the step, of each param group; of skipped steps those that they would have used
+    learning_rates: list[list[float]] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
     tokens: int = 0  # of one full batch
 
 
@@ -99,6 +102,7 @@ class TrainingLoop:
         history.step_times_s.append(elapsed)
         history.step_peak_bytes.append(peak)
         history.moved_bytes.append(result.moved_bytes)
+        history.loss_scales.append(result.loss_scale)
         self._events = result.events
         if result.skipped:
             history.skipped_steps.append(step)

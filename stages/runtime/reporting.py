@@ -74,6 +74,8 @@ def summarise(
         step_peak_bytes=history.step_peak_bytes,
         step_times_s=history.step_times_s,
         evaluations=history.evaluations,
+        learning_rates=history.learning_rates,
+        loss_scales=history.loss_scales,
         **_origin(plan, origin, replanned=replanned),
     )
 

@@ -236,7 +236,17 @@ def open_engine(
         disk = DiskFile(folder, plan.disk_bytes) if plan.disk_bytes else None
         lanes = LaneSet.of_kind(config.runtime.lane)
         poison = config.runtime.lane == "adversarial"
-        engine = Engine(graph, plan, kernel, disk, lanes, evaluation, poison=poison)
+        engine = Engine(
+            graph,
+            plan,
+            kernel,
+            disk,
+            lanes,
+            evaluation,
+            train=config.train,
+            loss_scale=config.loss_scale,
+            poison=poison,
+        )
         try:
             yield engine
         finally:

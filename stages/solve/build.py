@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
-from stages.artifacts.costs import Costs, LinkCost
+from msgspec import structs
+
+from stages.artifacts.costs import Costs, LinkCost, OptimizerCost
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.graph import (
     BYTES_PER_ELEMENT,
@@ -25,8 +28,10 @@ from stages.solve.problem import (
     PlannedValue,
     Problem,
 )
+from stages.training import TrainConfig
 
 _HALF_PRECISION = ("float16", "bfloat16")
+FP32_BYTES = 4
 
 
 #: room of a host that nobody has limited
@@ -40,6 +45,7 @@ def build_problem(
     *,
     micro_batches: int = 1,
     order: str = VERTICAL,
+    train: TrainConfig | None = None,
 ) -> Problem:
     """Reduces `graph` and `costs`.
 
@@ -47,11 +53,13 @@ def build_problem(
         host_bytes: What host memory may hold beside an accelerator; None: no limit.
         micro_batches: Slices that the batch is cut into; the problem's sizes are those of one slice.
         order: In which they pass, see `Placement.micro_batch_order`.
+        train: What updates wait for; None: nothing but the overflow check of fp16.
 
     Raises:
         ArtifactError: They do not fit each other, or the graph's regions do not fit its values.
     """
     graph, costs = graph_of_slice(graph, micro_batches), costs_of_slice(costs, micro_batches)
+    train = train or TrainConfig()
     links = {link.name: link for link in costs.links}
     beside = costs.device != "cpu"
     near = ("upload", "download") if beside else ("disk_read", "disk_write")
@@ -60,13 +68,15 @@ def build_problem(
             raise ArtifactError(f"costs lack the link {name}; found {', '.join(links)}. Profile again")
     has_backward = _regions_with_backward(graph)
     parameters = {parameter.name: parameter for parameter in graph.parameters}
+    planned = _planned_parameters(graph, costs, has_backward)
+    regions, values = _planned_regions(graph, costs, has_backward), _planned_values(graph, has_backward)
     largest_initial = max((_initial_bytes(parameter) for parameter in graph.parameters), default=0)
     return Problem(
         precision=graph.precision,
         device=costs.device,
-        regions=_planned_regions(graph, costs, has_backward),
-        values=_planned_values(graph, has_backward),
-        parameters=_planned_parameters(graph, costs, has_backward),
+        regions=_with_norms(regions, values, planned) if train.clips else regions,
+        values=values,
+        parameters=planned,
         persistent={
             name: PersistentBuffer(
                 name, storage_bytes(parameter.spec, planned_sizes(graph)), parameter.spec.dtype
@@ -76,7 +86,7 @@ def build_problem(
         },
         read=links[near[0]],
         write=links[near[1]],
-        optimizer=costs.optimizer,
+        optimizer=_clipping(costs.optimizer, graph.precision) if train.clips else costs.optimizer,
         baseline_bytes=costs.baseline_bytes,
         stage_peak_bytes=max(costs.stage_peak_bytes.values(), default=0),
         allocator_overhead_ppm=costs.allocator_overhead_ppm,
@@ -84,7 +94,40 @@ def build_problem(
         host=_host(costs, links, host_bytes, largest_initial) if beside else None,
         micro_batches=micro_batches,
         micro_batch_order=order,
+        defers_update=train.defers_update(graph.precision),
+        clips=train.clips,
+        accumulate=train.accumulate,
     )
+
+
+def _clipping(cost: OptimizerCost, precision: str) -> OptimizerCost:
+    """Scaling a gradient makes another fp32 tensor; with masters there is one already."""
+    if precision != "fp32":
+        return cost
+    return structs.replace(cost, workspace_bytes_per_element=cost.workspace_bytes_per_element + FP32_BYTES)
+
+
+def _with_norms(
+    regions: tuple[PlannedRegion, ...],
+    values: dict[str, PlannedValue],
+    parameters: dict[str, PlannedParameter],
+) -> tuple[PlannedRegion, ...]:
+    """Clipping takes norms as of whole fp32 gradients, which 16-bit ones are cast to after the backward that
+    completes them: the cast counts in that backward's peak, beside the gradients that it has made."""
+    room: dict[int, int] = {}
+    for parameter in parameters.values():
+        if parameter.has_master and parameter.updated:
+            region = min(parameter.gradient_regions)
+            room[region] = max(room.get(region, 0), parameter.elements * FP32_BYTES)
+    found = []
+    for region in regions:
+        if region.index in room:
+            made = sum(parameters[name].bytes for name in region.gradients)
+            made += sum(values[name].bytes for name in region.inputs if values[name].receives_gradient)
+            peak = max(region.cost.backward_peak_bytes, made + room[region.index])
+            region = replace(region, cost=structs.replace(region.cost, backward_peak_bytes=peak))
+        found.append(region)
+    return tuple(found)
 
 
 def _host(costs: Costs, links: dict[str, LinkCost], host_bytes: int | None, largest_initial: int) -> HostTier:

@@ -169,6 +169,12 @@ class Problem:
     host: HostTier | None = None
     micro_batches: int = 1
     micro_batch_order: str = VERTICAL
+    #: updates wait until all gradients are known
+    defers_update: bool = False
+    #: gradients are scaled to a norm
+    clips: bool = False
+    #: batches of one step
+    accumulate: int = 1
 
     def link(self, lane: str, home: str) -> LinkCost:
         """The link of a transfer on `lane` ("read" | "write") of a buffer whose home is `home`."""
@@ -264,9 +270,9 @@ class Problem:
         return last if max(apart, default=1) == 1 else -1
 
     @property
-    def defers_update(self) -> bool:
-        """Under fp16 the overflow check comes before any update."""
-        return self.precision == "fp16"
+    def accumulates(self) -> bool:
+        """Whether a phase "accumulate" finds gradients to add to."""
+        return self.accumulate > 1
 
     def forward_slot(self, region: int, micro_batch: int = 0) -> int:
         return self._slot_of[region, micro_batch, True]

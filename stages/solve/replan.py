@@ -11,7 +11,7 @@ from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Plan, Prediction
 from stages.artifacts.timeline import Timeline
-from stages.config import RunConfig
+from stages.config import RunConfig, TrainConfig
 from stages.solve.build import build_problem
 from stages.solve.lowering.lower import Program
 from stages.solve.simulator import simulate
@@ -84,7 +84,11 @@ def predict_again(
     """`plan` with what the simulator says of it under other costs."""
     placement = plan.placement
     problem = build_problem(
-        graph, costs, micro_batches=placement.micro_batches, order=placement.micro_batch_order
+        graph,
+        costs,
+        micro_batches=placement.micro_batches,
+        order=placement.micro_batch_order,
+        train=TrainConfig(accumulate=plan.accumulate),
     )
     program = Program(
         plan.placement,

@@ -53,7 +53,9 @@ def run(
     ways = cuts(config, costs)
     tasks = [
         Task(
-            problem=build_problem(graph, costs, tiers.host_bytes, micro_batches=count, order=order),
+            problem=build_problem(
+                graph, costs, tiers.host_bytes, micro_batches=count, order=order, train=config.train
+            ),
             budget_bytes=parse_size(config.budget, "budget"),
             evaluation=of_evaluation,
             disk_budget_bytes=tiers.disk_bytes,
@@ -125,4 +127,7 @@ def _plan(task: Task, solution: Solution, loss: str, solve_ns: int) -> Plan:
         loss=loss if problem.micro_batches > 1 else "",
         host_pool_bytes=program.host_pool_bytes,
         host_bytes=program.host_bytes,
+        deferred=problem.defers_update,
+        clips=problem.clips,
+        accumulate=problem.accumulate,
     )

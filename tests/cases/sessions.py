@@ -128,6 +128,7 @@ def train(session: Session, batches: Sequence[Any], steps: int = STEPS) -> refer
         result.losses.append(done.loss)
         result.norms.append(done.grad_norm)
         result.rng_states.append(torch.get_rng_state())
+        result.scales.append(done.loss_scale)
         if done.skipped:
             result.skipped_steps.append(step)
     result.final = session.state_dict()
@@ -135,14 +136,22 @@ def train(session: Session, batches: Sequence[Any], steps: int = STEPS) -> refer
 
 
 def train_plainly(
-    build: Callable[[], nn.Module], batches: Sequence[Any], steps: int = STEPS, precision: str = "fp32"
+    build: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    steps: int = STEPS,
+    precision: str = "fp32",
+    **more: Any,
 ) -> reference.Result:
-    """The plain loop, with the gradients of each step."""
+    """The plain loop, with the gradients of each step.
+
+    Args:
+        more: As for `tests.reference.train`.
+    """
     return reference.train(
         build,
         batches,
         precision=precision,
-        optimizer=reference.adamw(lr=LEARNING_RATE),
+        **{"optimizer": reference.adamw(lr=LEARNING_RATE), **more},
         steps=steps,
         seed=SEED,
         keep_gradients=True,
@@ -164,3 +173,9 @@ def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tens
         assert found[name].dtype == tensor.dtype, name
         different = int((found[name] != tensor).sum())
         assert torch.equal(found[name], tensor), f"{different} of {tensor.numel()} differ in {name}"
+
+
+def training_state(session: Session) -> dict[str, bytes]:
+    """Weights, masters, moments and buffers by name, wherever they are."""
+    homes = session._open_engine().homes()
+    return {tensor.name: b"".join(map(bytes, homes.read(tensor))) for tensor in homes.tensors}

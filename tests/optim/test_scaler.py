@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.optim.scaler import LossScaler, ScaleSettings
+from stages.artifacts.errors import ConfigError
+from stages.optim.scaler import LossScaler
+from stages.training import LossScaleConfig
 
 
-def after(*overflows: bool, settings: ScaleSettings | None = None) -> LossScaler:
+def after(*overflows: bool, settings: LossScaleConfig | None = None) -> LossScaler:
     scaler = LossScaler(settings)
     for overflow in overflows:
         scaler.update(found_non_finite=overflow)
@@ -20,7 +22,7 @@ def after(*overflows: bool, settings: ScaleSettings | None = None) -> LossScaler
 
 
 def test_the_defaults_are_those_of_the_predecessor() -> None:
-    assert ScaleSettings() == ScaleSettings(2.0**16, 2.0, 1000, 0.5, 2, 1.0, 2.0**32)
+    assert LossScaleConfig() == LossScaleConfig(2.0**16, 2.0, 1000, 0.5, 2, 1.0, 2.0**32)
     assert LossScaler().scale == 65536.0
 
 
@@ -46,14 +48,14 @@ def test_an_overflow_starts_the_count_of_clean_steps_again() -> None:
 
 @given(st.lists(st.booleans(), max_size=300))
 def test_the_scale_stays_a_power_of_two_within_its_bounds(overflows: list[bool]) -> None:
-    settings = ScaleSettings(initial=8.0, growth_interval=2, hysteresis=1, minimum=1.0, maximum=64.0)
+    settings = LossScaleConfig(initial=8.0, growth_interval=2, hysteresis=1, minimum=1.0, maximum=64.0)
     scaler = after(*overflows, settings=settings)
     assert scaler.scale in {2.0**power for power in range(7)}
 
 
 @given(st.lists(st.booleans(), max_size=30), st.lists(st.booleans(), max_size=30))
 def test_a_restored_scaler_goes_on_as_the_saved_one(before: list[bool], later: list[bool]) -> None:
-    settings = ScaleSettings(growth_interval=3)
+    settings = LossScaleConfig(growth_interval=3)
     saved = after(*before, settings=settings)
     resumed = LossScaler(settings)
     resumed.restore(saved.state())
@@ -82,12 +84,14 @@ def test_a_damaged_state_is_refused(state: dict[str, float]) -> None:
         {"backoff_factor": 1.0},
         {"hysteresis": 0},
         {"growth_interval": 0},
+        {"initial": 1000.0},  # no power of two: scaling would round
+        {"maximum": float("inf")},
     ],
     ids=str,
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        ScaleSettings(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected"):
+        LossScaleConfig(**settings)  # type: ignore[arg-type]
 
 
 def test_it_needs_no_torch() -> None:

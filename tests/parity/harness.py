@@ -20,6 +20,7 @@ from stages.artifacts.slicing import graph_of_slice
 from stages.config import (
     DataConfig,
     DeviceConfig,
+    LossScaleConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -205,11 +206,14 @@ def train(
     micro_batches: int = 1,
     order: str = "",
     loss: str = "mean",
+    rules: TrainConfig | None = None,
+    loss_scale: LossScaleConfig | None = None,
 ) -> reference.Result:
     """As `tests.reference.train`, through trace, costs, plan and engine.
 
     Args:
         order: Of the micro-batches; "": as the solver chooses.
+        rules: Clipping, skipping and accumulation; its micro-batches are those of `micro_batches`.
     """
     budget = 1 if variant.least else AMPLE_BYTES
     rows = max(len(next(iter(batch.values()))) for batch in batches)
@@ -217,8 +221,10 @@ def train(
         model, precision, solver=variant.solver, lane=variant.lane, rows=rows, disk=disk, budget=budget
     )
     graph, costs = traced(model, precision, rows)
+    config.train = replace(rules or TrainConfig(), micro_batches=micro_batches)
+    config.loss_scale = loss_scale or LossScaleConfig()
     if micro_batches > 1:
-        config.train = TrainConfig(micro_batches, loss)
+        config.train.loss = loss
         costs = sliced_costs(model, precision, rows, micro_batches, loss)
     plan = plan_of(config, graph, costs, variant, order)
     result = reference.Result(losses=[], final={}, masters={}, rng_states=[])
@@ -230,6 +236,7 @@ def train(
             result.losses.append(done.loss)
             result.norms.append(done.grad_norm)
             result.rng_states.append(torch.get_rng_state())
+            result.scales.append(engine.guard.scale)
             if done.skipped:
                 result.skipped_steps.append(step)
         for parameter, tensor in engine.weights():

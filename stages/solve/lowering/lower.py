@@ -111,7 +111,9 @@ def _check(problem: Problem, placement: Placement, evaluation: Problem | None) -
             f"the placement speaks of {len(placement.regions)} regions; the graph has {regions}. Solve again"
         )
     if problem.defers_update and placement.gradients == "consume":
-        raise ArtifactError("gradients=consume under fp16; expected keep or move: overflow is checked first")
+        raise ArtifactError(
+            "gradients=consume, but updates wait until all gradients are known; expected keep or move"
+        )
     for region, choice in zip(problem.regions, placement.regions, strict=True):
         if region.checkpoint and region.backward and choice.activations != "recompute":
             raise ArtifactError(

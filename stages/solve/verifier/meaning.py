@@ -12,6 +12,8 @@ from stages.solve.errors import PlanError
 from stages.solve.verifier.needs import GraphFacts
 from stages.solve.verifier.updates import UpdateCheck
 
+_FP32_BYTES = 4
+
 
 def check_training(plan: Plan, graph: RegionGraph, costs: Costs) -> None:
     """Checks phases "step" and "update".
@@ -227,11 +229,20 @@ class _Step:
         made = (gradients | sent) - summed
         peak = facts.cost_of(item.region).backward_peak_bytes
         _require_memory(self._plan, self._phase, item, made, peak)
+        self._require_room_for_norms(item, region.gradients)
         for key in gradients | sent:
             self._sent[key] += 1
         for name in region.gradients:
             self._updates.gradients_sent[name] += 1
         self._updates.backward_done.add(turn)
+
+    def _require_room_for_norms(self, item: Instruction, names: Iterable[str]) -> None:
+        """Clipping takes the norm of a 16-bit gradient from an fp32 copy of it, once it is complete."""
+        completed = [name for name in names if item.region == self._facts.gradient_senders[name][0]]
+        half = [name for name in completed if self._facts.weight_itemsize(name) < _FP32_BYTES]
+        needed = max((self._facts.elements(name) * _FP32_BYTES for name in half), default=0)
+        if self._plan.clips and item.workspace_bytes < needed:
+            self._fail(item, f"{item.workspace_bytes} bytes of workspace; the norm takes {needed}")
 
     def _gradients(self, item: Instruction, names: Iterable[str]) -> tuple[set[Key], set[Key]]:
         """Gradient buffers that a backward writes, and those of its micro-batch that it adds to the sum.

@@ -9,6 +9,7 @@ from stages.solve.errors import PlanError
 from stages.solve.verifier.needs import GraphFacts
 
 _CHUNK_MULTIPLE = 1024
+_FP32_BYTES = 4
 _HALF_PRECISION = ("float16", "bfloat16")
 
 
@@ -39,12 +40,15 @@ class UpdateCheck:
         }
         if not turns <= self.backward_done:
             raise PlanError(f"{where}: a backward still reads it")
-        if self._plan.precision == "fp16" and phase.name != "update":
-            raise PlanError(f"{where}: under fp16 the overflow check comes first")
+        if (self._plan.precision == "fp16" or self._plan.deferred) and phase.name != "update":
+            raise PlanError(f"{where}: the norm and the check for inf and nan come first")
         self._check_chunk(where, item)
         self._check_accesses(where, item)
         self._spans[name].append((item.start, item.start + item.count))
-        if item.workspace_bytes < item.count * self._facts.costs.optimizer.workspace_bytes_per_element:
+        per_element = self._facts.costs.optimizer.workspace_bytes_per_element
+        if self._plan.clips and self._facts.parameters[name].spec.dtype not in _HALF_PRECISION:
+            per_element += _FP32_BYTES  # the scaled gradient; under masters there is one anyway
+        if item.workspace_bytes < item.count * per_element:
             raise PlanError(f"{where}: counts {item.workspace_bytes} bytes of workspace, which is too little")
 
     def _check_chunk(self, where: str, item: Instruction) -> None:
