@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from stages.artifacts.envelope import write_atomically
+from stages.artifacts.losses import LOSSES, LOSSES_HEADER, losses_line
 from stages.artifacts.summary import Summary
 from stages.report.page import render
 from stages.report.record import Run, read_run
@@ -19,18 +19,24 @@ def write_report(folder: Path) -> Run:
         ArtifactError: The run is not finished, or a file is damaged.
     """
     run = read_run(folder)
-    write_atomically(folder / "losses.csv", losses_csv(run.summary).encode())
+    write_atomically(folder / LOSSES, losses_csv(run.summary).encode())
     write_atomically(folder / "report.html", render(run).encode())
     return run
 
 
 def losses_csv(summary: Summary) -> str:
     """One line per step. A loss is written so that reading it back gives the same float."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["step", "loss", "grad_norm", "skipped"])
     skipped = set(summary.skipped_steps)
-    for step, loss in enumerate(summary.losses, start=1):
-        norm = summary.grad_norms[step - 1] if step <= len(summary.grad_norms) else None
-        writer.writerow([step, repr(loss), "" if norm is None else repr(norm), int(step in skipped)])
-    return text.getvalue()
+    lines = [LOSSES_HEADER]
+    for index, loss in enumerate(summary.losses):
+        norm, time_s, peak_bytes = (
+            _at(entries, index)
+            for entries in (summary.grad_norms, summary.step_times_s, summary.step_peak_bytes)
+        )
+        peak = None if peak_bytes is None else int(peak_bytes)
+        lines.append(losses_line(index + 1, loss, norm, time_s, peak, skipped=index + 1 in skipped))
+    return "".join(lines)
+
+
+def _at(entries: Sequence[float | None], index: int) -> float | None:
+    return entries[index] if index < len(entries) else None

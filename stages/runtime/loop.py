@@ -10,10 +10,11 @@ from statistics import median
 import torch
 
 from stages.artifacts.timeline import Event, Timeline
-from stages.config import RunConfig, format_size
+from stages.config import RunConfig
 from stages.region import memory
 from stages.runtime.data import Batches
 from stages.runtime.engine import Engine, StepResult
+from stages.runtime.progress import Progress, say, show
 
 
 @dataclass
@@ -108,14 +109,18 @@ class TrainingLoop:
             history.skipped_steps.append(step)
 
     def _print_progress(self, step: int, result: StepResult, elapsed: float, peak: int) -> None:
-        left = (self._config.steps - step) * median(self.history.step_times_s[-5:])
-        skipped = "  skipped (inf or nan in gradients)" if result.skipped else ""
-        print(
-            f"step {step}/{self._config.steps}  loss {result.loss:.4f}  {elapsed:.2f} s"
-            f"  {self.history.tokens / elapsed:,.0f} tokens/s"
-            f"  memory {format_size(peak)} of {format_size(self._engine.plan.budget_bytes)}"
-            f"  {left:.0f} s left{skipped}",
-            flush=True,
+        show(
+            Progress(
+                step=step,
+                steps=self._config.steps,
+                loss=result.loss,
+                time_s=elapsed,
+                left_s=(self._config.steps - step) * median(self.history.step_times_s[-5:]),
+                tokens=self.history.tokens,
+                peak_bytes=peak,
+                budget_bytes=self._engine.plan.budget_bytes,
+                skipped=result.skipped,
+            )
         )
 
     def _evaluate(self, step: int) -> None:
@@ -124,7 +129,7 @@ class TrainingLoop:
         self._evaluation.seek(0)
         mean = sum(losses) / len(losses)
         self.history.evaluations.append({"step": float(step), "loss": mean})
-        print(f"evaluation after step {step}  loss {mean:.4f}", flush=True)
+        say(f"evaluation after step {step}  loss {mean:.4f}")
 
     @property
     def peak_bytes(self) -> int:

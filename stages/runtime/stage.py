@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from stages.runtime.data import RowBatches, open_batches
 from stages.runtime.engine import Engine
 from stages.runtime.export import export_initial, export_weights
 from stages.runtime.lanes.lane_set import LaneSet
+from stages.runtime.live import LiveFiles
 from stages.runtime.loop import TrainingLoop
 from stages.runtime.replan.watch import Handover, ReplanRequested, Watch
 from stages.runtime.scratch import ScratchFolder
@@ -50,6 +51,7 @@ class Surroundings:
         state: What an earlier process of this run left to go on from.
         handover: Where this one may leave its state, if the plan should be solved again.
         request: Whether the run was asked to end; it does so between two steps.
+        reports: Whether the run folder gets a line per step.
     """
 
     run_folder: Path
@@ -57,6 +59,7 @@ class Surroundings:
     state: Path | None = None
     handover: Handover | None = None
     request: StopRequest = field(default_factory=StopRequest)
+    reports: bool = True
 
 
 def run(
@@ -84,7 +87,7 @@ def run(
     require_room(plan)
     memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     torch.set_num_threads(costs.threads)
-    surroundings = surroundings or Surroundings(Path())
+    surroundings = surroundings or Surroundings(Path(), reports=False)
     batches = open_batches(config, graph)
     evaluated = None if evaluation is None else open_batches(config, evaluation, config.eval.path or None)
     with open_engine(config, graph, plan, evaluation) as engine:
@@ -93,7 +96,12 @@ def run(
         if config.export.initial:
             export_initial(Path(config.export.initial), graph, config.seed)
         ending = _listen(config, costs, engine, loop, batches, surroundings, origin, started_ns)
-        _train(loop, surroundings.request, ending)
+        with ExitStack() as stack:
+            if surroundings.reports:
+                live = LiveFiles(surroundings.run_folder, loop.history, evaluates=evaluated is not None)
+                # before all that may end the run
+                loop.listeners.insert(0, stack.enter_context(live))
+            _train(loop, surroundings.request, ending)
         try:
             if config.export.final:
                 export_weights(Path(config.export.final), graph, engine.weights())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stages.runtime.checkpoint.leftovers import clear_away
 from stages.runtime.engine import StepResult
+from stages.runtime.progress import say
 
 _FOLDER = re.compile(r"step-([0-9]+)")
 
@@ -39,7 +40,7 @@ class Periodic:
             return path
         self._save(path)
         self._saved = step
-        print(f"checkpoint of step {step} in {self._folder}", flush=True)
+        say(f"checkpoint of step {step} in {self._folder}")
         # only what came before: a run that goes on from an older checkpoint must not remove its own new one
         older = sorted(number for number in numbers(self._folder) if number <= step)
         for number in older[: -self._keep]:

@@ -16,6 +16,7 @@ from stages.artifacts.errors import StorageError
 from stages.artifacts.slicing import costs_of_slice
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig, format_size, parse_size
+from stages.runtime import progress
 from stages.runtime.checkpoint.write import size_bytes
 from stages.runtime.engine import Engine, StepResult
 from stages.runtime.loop import TrainingLoop
@@ -144,4 +145,4 @@ class Watch:
 
 
 def say(message: str) -> None:
-    print(f"replan: {message}", flush=True)
+    progress.say(f"replan: {message}")
