@@ -15,8 +15,13 @@ from stages.solve.task import Candidate, Solution, Task, realise
 
 Solver = Callable[[Task], Solution]
 
-#: nearer than this, solvers that know no bound are not asked (none came so near by itself), nor once twice
-#: the time limit is used up
+#: a bound that has been met but for its tolerance
+_EXACT = 2e-6
+#: of more regions, greedy search takes long
+_MOST_GREEDY = 60
+
+#: where time is used up, solvers that know no bound are asked only if the best is farther from it than this
+#: (none came so near by itself), and twice the time limit is not used up
 _NEAR_ENOUGH = 0.1
 
 
@@ -31,26 +36,35 @@ def solve(task: Task) -> Solution:
     require_budget(task, "auto", frugal)
     search = ModelSearch(task)
     search.find_bound(deadline)
-    for candidate in _candidates(task, search, deadline):
+    for candidate in _ask(task, resident.solve):
         search.take(candidate)
-    search.take(frugal)
-    best = search.best
-    if best is not None:
-        best = polish(task, best, deadline, bound_ns=int(search.bound_ns * (1 + NEAR)))
-        best = exhaust(task, best, deadline)
-    return settle(task, "auto", [best], frugal, lower_bound_ns=search.bound_ns)
+    if search.gap > NEAR:
+        search.improve(deadline)
+        search.sharpen_bound()
+        search.take(frugal)
+        _improve(task, search, deadline)
+        known = search.best
+        for candidate in _others(task, search, deadline):
+            search.take(candidate)
+        if search.best is not known:
+            _improve(task, search, deadline)
+    return settle(task, "auto", [search.best], frugal, lower_bound_ns=search.bound_ns)
 
 
-def _candidates(task: Task, search: ModelSearch, deadline: Deadline) -> Iterator[Candidate]:
-    """Whatever each solver finds, until the best is near the bound."""
-    yield from _ask(task, resident.solve)
-    if search.gap <= NEAR:
-        return
-    search.improve(deadline)
-    search.sharpen_bound()
+def _improve(task: Task, search: ModelSearch, deadline: Deadline) -> None:
+    """Local search from the best, in what time is left."""
+    if search.best is not None:
+        best = polish(task, search.best, deadline, bound_ns=int(search.bound_ns * (1 + NEAR)))
+        search.take(exhaust(task, best, deadline))
+
+
+def _others(task: Task, search: ModelSearch, deadline: Deadline) -> Iterator[Candidate]:
+    """What solvers find that know no bound: where time is left, or the best is far from the bound."""
+    few = len(task.problem.regions) <= _MOST_GREEDY
     for solve_by in (layerwise.solve, greedy_async.solve, greedy_sync.solve):
         late = search.best is not None and deadline.left_s < -task.time_limit_s
-        if search.gap > _NEAR_ENOUGH and not late:
+        far = search.gap > _NEAR_ENOUGH and not late
+        if far or (few and deadline.left_s > 0 and search.gap > _EXACT):
             yield from _ask(task, solve_by)
 
 
