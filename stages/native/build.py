@@ -1,4 +1,4 @@
-"""The page pool (`pool.c`) as a library: compiled once per machine and source, and tried before it is used."""
+"""The page pool (`pool.c`) as a library: compiled once per machine and source, tried before it is used."""
 
 from __future__ import annotations
 
