@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from stages.region import memory
+
 #: a byte of ones is NaN in every float format, -1 or the largest value in integers, no boolean
 _POISON = 0xFF
 
@@ -24,8 +26,7 @@ class Arena:
             raise ValueError(f"arena of {size_bytes} bytes; expected 0 or more")
         self.size_bytes = size_bytes
         # An empty mapping is an error to the kernel; a plan that streams nothing has an empty arena.
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # the default is shared, which no one could give back
-        self._mapping = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=private)
+        self._mapping = memory.huge_mapping(max(size_bytes, mmap.PAGESIZE))
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._storage = self._bytes.untyped_storage()
 

@@ -6,7 +6,6 @@ As the runtime does: O_DIRECT where the filesystem has it, 16 MiB blocks, one th
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from threading import Barrier
 
 from stages.artifacts.costs import LinkCost
 from stages.artifacts.errors import StorageError
+from stages.region import memory
 from stages.trace.profile.contention import with_contention
 from stages.trace.profile.transfers import (
     BLOCK_BYTES,
@@ -73,7 +73,7 @@ def _open_scratch(folder: Path) -> int:
 
 
 def _measure(descriptor: int, seconds: float, compute: Callable[[], object] | None) -> list[LinkCost]:
-    buffers = [memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2)]
+    buffers = [memoryview(memory.huge_mapping(2 * BLOCK_BYTES))[:BLOCK_BYTES] for _ in range(2)]
     for buffer in buffers:
         buffer[:] = os.urandom(SMALL_BYTES) * (BLOCK_BYTES // SMALL_BYTES)
     # written whole first: reading blocks that were never written touches no disk

@@ -8,8 +8,11 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from statistics import median
 from threading import Event
+
+from stages.region import memory
 
 BLOCK_BYTES = 16 * 2**20
 #: halves of the scratch file: one is read, the other written
@@ -66,8 +69,9 @@ class Direction:
     def scattered_block_ns(self) -> int:
         """Extra time per SMALL_BYTES of a transfer whose memory is not in the arena.
 
-        What is read lands on pages mapped for it, which the kernel has to make first. What is
-        written lies anywhere, and is copied to aligned memory in pieces.
+        With the page pool it is on small pages, where the arena's are huge. Without, what is read lands on
+        pages mapped for it, which the kernel has to make first, and what is written lies anywhere and is
+        copied to aligned memory in pieces.
         """
         extra = []
         for offset in self._offsets():
@@ -79,6 +83,9 @@ class Direction:
         return max(0, int(median(extra) * SMALL_BYTES / BLOCK_BYTES))
 
     def _scattered(self, offset: int) -> None:
+        if memory.pool_path():
+            whole(self._transfer, self._descriptor, self._small_pages, offset)
+            return
         if self._transfer is read_at:
             private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             with mmap.mmap(-1, BLOCK_BYTES, flags=private) as fresh:
@@ -94,6 +101,12 @@ class Direction:
         # the piece that lies in the bounce itself: as much again
         ctypes.memmove(target, target + BLOCK_BYTES - _BOUNCE_BYTES, _BOUNCE_BYTES)
         whole(self._transfer, self._descriptor, bounce, offset)
+
+    @cached_property
+    def _small_pages(self) -> memoryview:
+        view = memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        view[:] = self._buffer
+        return view
 
     def _offsets(self) -> range:
         first = self._first_block * BLOCK_BYTES
