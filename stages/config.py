@@ -34,7 +34,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async", "milp", "auto")
 REPLANNING = ("auto", "never", "always")
 DEVICES = ("auto", "cpu", "cuda")
-DATASETS = ("text", "tokens", "random")
+DATASETS = ("text", "labelled", "tokens", "random")
 MODEL_SOURCES = ("transformers", "directory", "module")
 
 
@@ -76,9 +76,32 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters beside frozen layers (`stages.models.lora`)."""
+
+    rank: int = 0  # 0: none, all weights train
+    alpha: float = 16.0  # what an adapter adds is scaled by alpha / rank
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=list)  # patterns of layers: "query", "h.*.c_attn"
+    train: list[str] = field(default_factory=list)  # patterns of what trains as a whole, as a new head
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "lora.rank", self.rank, "at least 0 (0: no adapters)")
+        _require(self.alpha > 0, "lora.alpha", self.alpha, "more than 0")
+        _require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "from 0 up to, not including, 1")
+        wanted = "the names of linear layers, such as [query,value]"
+        _require(not self.rank or bool(self.targets), "lora.targets", self.targets, wanted)
+        given = self.targets or self.train
+        _require(
+            bool(self.rank) or not given, "lora.rank", self.rank, "at least 1 where lora.targets are given"
+        )
+
+
+@dataclass
 class DataConfig:
-    name: str = MISSING  # "text" | "tokens" | "random"
-    path: str = ""  # text: file or folder, "": Python's own sources; tokens: an .npy file
+    name: str = MISSING  # "text" | "labelled" | "tokens" | "random"
+    #: text: file or folder, "": Python's own sources; labelled: a folder of folders; tokens: an .npy file
+    path: str = ""
     tokenizer: str = "bytes"  # or a folder with a saved Hugging Face tokenizer
     batch_size: int = 4
     seq_len: int = 256
@@ -90,6 +113,11 @@ class DataConfig:
         _require(bool(self.tokenizer), "data.tokenizer", self.tokenizer, "bytes or the folder of a tokenizer")
         if self.name == "tokens":
             _require(bool(self.path), "data.path", self.path, "an .npy file of int64 [rows, seq_len]")
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of the model's input `name`: [batch, seq], but one label a row where rows are labelled."""
+        one = self.name == "labelled" and name == "labels"
+        return (self.batch_size,) if one else (self.batch_size, self.seq_len)
 
 
 @dataclass
@@ -212,6 +240,7 @@ class RunConfig:
     """The whole configuration of a job."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)

@@ -36,7 +36,8 @@ def trace_key(config: RunConfig) -> str:
     return key_of(
         {
             "model": model,
-            "sizes": [config.data.batch_size, config.data.seq_len],
+            "lora": dataclasses.asdict(config.lora),
+            "sizes": [config.data.shape_of(name) for name in config.model.inputs],
             "precision": config.precision,
             "device": config.device.name,
             "trace": dataclasses.asdict(config.trace),

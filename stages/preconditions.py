@@ -76,9 +76,12 @@ def require_data(config: RunConfig) -> None:
     for key, path in paths.items():
         if data.name != "random" and path:
             _require(
-                Path(path).is_file() or (data.name == "text" and Path(path).is_dir()), key, path, expected
+                Path(path).is_file() or (data.name in ("text", "labelled") and Path(path).is_dir()),
+                key,
+                path,
+                expected,
             )
-    if data.name == "text" and data.tokenizer != "bytes":
+    if data.name in ("text", "labelled") and data.tokenizer != "bytes":
         folder = "bytes, or the folder of a saved Hugging Face tokenizer"
         _require(Path(data.tokenizer).is_dir(), "data.tokenizer", data.tokenizer, folder)
 

@@ -18,7 +18,7 @@ ALLOWED = {
     "artifacts": set[str](),
     "region": {"artifacts"},
     "optim": {"artifacts"},
-    "models": set[str](),
+    "models": {"artifacts"},
     "native": {"artifacts"},
     "trace": {"artifacts", "region", "models", "optim"},
     "solve": {"artifacts"},

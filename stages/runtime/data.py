@@ -17,6 +17,7 @@ import torch
 from stages.artifacts import graph as g
 from stages.artifacts.errors import DataError
 from stages.config import RunConfig
+from stages.runtime.labelled import labelled_rows, tensors_of
 from stages.runtime.sources import ByteRows, NpyRows, RandomRows, Rows, text_files
 from stages.runtime.tokenizing import tokenized_rows
 
@@ -75,9 +76,13 @@ class RowBatches:
 
     def next(self) -> dict[str, torch.Tensor]:
         first, count = self._span(self._position)
+        found = self._read(first, count)
+        self._position += 1
+        return found
+
+    def _read(self, first: int, count: int) -> dict[str, torch.Tensor]:
         tokens = self._rows.read(first, count)
         self._check(tokens, first)
-        self._position += 1
         return {name: _fill(name, tokens) for name in self._inputs}
 
     def _span(self, position: int) -> tuple[int, int]:
@@ -101,6 +106,17 @@ class RowBatches:
                 found=str(wrong),
                 expected=f"0{end}",
             )
+
+
+class LabelledBatches(RowBatches):
+    """Batches of `LabelledRows`: labels are one number a row."""
+
+    def _read(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        found = tensors_of(self._rows.read(first, count), self._inputs)
+        for name, tensor in found.items():
+            if name == "input_ids":
+                self._check(tensor.numpy(), first)
+        return found
 
 
 def _fill(name: str, tokens: np.ndarray) -> torch.Tensor:
@@ -130,8 +146,12 @@ def open_batches(config: RunConfig, graph: g.RegionGraph, path: str | None = Non
         )
         raise DataError(message, key="model.inputs", found=unfit[0], expected="inputs that take tokens")
     vocabulary = vocabulary_size(graph)
-    rows = open_rows(config, vocabulary, config.data.path if path is None else path)
-    return RowBatches(rows, config.data.batch_size, [spec.name for spec in graph.inputs], vocabulary)
+    path = config.data.path if path is None else path
+    data, inputs = config.data, [spec.name for spec in graph.inputs]
+    if data.name == "labelled":
+        labelled = labelled_rows(graph, path, data.tokenizer, data.seq_len, config.seed)
+        return LabelledBatches(labelled, data.batch_size, inputs, vocabulary)
+    return RowBatches(open_rows(config, vocabulary, path), data.batch_size, inputs, vocabulary)
 
 
 def open_rows(config: RunConfig, vocabulary: int | None, path: str) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import traceback
@@ -16,7 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from stages.artifacts.errors import StageError, TraceError
-from stages.config import ModelConfig
+from stages.config import LoraConfig, ModelConfig
+from stages.models import lora
 from stages.trace.history import History, recording
 from stages.trace.places import error_place
 from stages.trace.structure import tensors_in
@@ -47,15 +49,21 @@ class Built:
     plain: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def build(config: ModelConfig, seed: int) -> Built:
+def build(config: ModelConfig, seed: int, adapters: LoraConfig | None = None) -> Built:
     """The model that the configuration names, in train mode, in its original dtypes.
+
+    Args:
+        adapters: What is added to it after its construction.
 
     Raises:
         TraceError: It cannot be imported or built, or its weights are views of one another.
+        ConfigError: The adapters' layers are not in the model.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with recording(mode, seed) as history:
         model, export_config = _construct(config)
+        if adapters is not None and adapters.rank:
+            lora.adapt(model, **dataclasses.asdict(adapters))
     _refuse_shared_storage(model)
     on_tape = {name: history.name(tensor) for name, tensor in _tensors(model)}
     folder = config.path if config.source == "directory" else ""
@@ -95,9 +103,9 @@ def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def _construct(config: ModelConfig) -> tuple[nn.Module, str | None]:
     """The model and, for Hugging Face models, the configuration to write beside its weights."""
     if config.source == "directory":
-        settings = _saved_settings(config.path)
+        settings = _saved_settings(config)
         target = config.target or f"transformers.{(settings.architectures or ['AutoModelForCausalLM'])[0]}"
-        return _with_settings(_imported(target), config, settings)
+        return _with_settings(_model_class(_imported(target), settings, target), config, settings)
     target = _imported(config.target)
     if config.config:
         return _with_settings(target, config, _call(_imported(config.config), config, **config.arguments))
@@ -121,9 +129,24 @@ def _with_settings(target: Any, config: ModelConfig, settings: Any) -> tuple[nn.
     return model, written.to_json_string()
 
 
-def _saved_settings(folder: str) -> Any:
+def _model_class(target: Any, settings: Any, name: str) -> Any:
+    """The class itself, or the one that an Auto class chooses for `settings`."""
+    mapping = getattr(target, "_model_mapping", None)
+    if mapping is None:
+        return target
+    if type(settings) not in mapping:
+        kind = type(settings).__name__
+        message = f"{name} has no model for a {kind}; expected a class with the head that you want"
+        raise TraceError(message, key="model.target", found=name)
+    found = mapping[type(settings)]
+    return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def _saved_settings(config: ModelConfig) -> Any:
+    """The saved configuration, with `config.arguments` in place of its values."""
     from transformers import AutoConfig
 
+    folder = config.path
     if not (Path(folder) / "config.json").is_file():
         raise TraceError(
             f"model.path={folder} has no config.json; expected a folder written by save_pretrained",
@@ -134,6 +157,14 @@ def _saved_settings(folder: str) -> Any:
         settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise TraceError(f"{folder}/config.json cannot be read: {error}", key="model.path") from error
+    for name, value in config.arguments.items():
+        if not hasattr(settings, name):
+            known = [key for key in dir(settings) if not key.startswith("_")]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            message = f"model.arguments.{name} is not in the configuration of {folder}{hint}"
+            raise TraceError(message, key=f"model.arguments.{name}", found=name)
+        setattr(settings, name, value)
     return settings
 
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stages.artifacts import graph as g
 from stages.artifacts.errors import ArtifactError, TraceError
+from stages.models import lora
 from stages.region import operators, safetensors_reader
 from stages.region.tape import Tape
 from stages.trace.build import Built
@@ -195,6 +196,7 @@ def _saved(folder: str, parameters: list[g.Parameter]) -> tuple[list[str], dict[
     absent = [p.name for p in parameters if p.name not in keys and p.persistent]
     if len(absent) == sum(1 for p in parameters if p.persistent):
         raise TraceError(f"{folder} holds none of the model's weights ({absent[0]}, ...)", key="model.path")
+    absent = [name for name in absent if not name.endswith(lora.WEIGHTS)]
     if absent:
         warnings.warn(
             f"{folder} lacks {', '.join(absent)}: they start from the constructor's values", stacklevel=2

@@ -32,10 +32,10 @@ def run(config: RunConfig, mode: str = "train") -> g.RegionGraph:
     Raises:
         TraceError: The model cannot be built or traced exactly.
     """
-    built = build.build(config.model, config.seed)
+    built = build.build(config.model, config.seed, config.lora)
     with built.mode:
-        shape = (config.data.batch_size, config.data.seq_len)
-        batch = ((), {name: torch.zeros(shape, dtype=torch.int64) for name in config.model.inputs})
+        shapes = {name: config.data.shape_of(name) for name in config.model.inputs}
+        batch = ((), {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()})
     return _trace(
         built,
         batch,
