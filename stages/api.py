@@ -8,7 +8,7 @@ with stages.offload(model, {"input_ids": ids, "labels": ids}, "2GB", lr=1e-4) as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,6 +108,33 @@ class Session:
         rate = self._learning_rate if lr is None else lr
         return self._open_engine().step(self._structure.tensors(batch, self._graph.inputs), rate)
 
+    def step_over(self, batches: Sequence[Batch], *, lr: float | None = None) -> StepResult:
+        """One update from several batches, whose losses count equally, as from so many calls of
+        `(loss / len(batches)).backward()`. For sessions made with `accumulate` above 1.
+
+        Raises:
+            DataError: The first batch does not fit the plan; nothing has changed then.
+        """
+        named = [self._structure.tensors(batch, self._graph.inputs) for batch in batches]
+        return self._open_engine().step_over(named, self._learning_rate if lr is None else lr)
+
+    def backward(self, batch: Batch, weight: float = 1.0) -> float:
+        """Forward and backward of `loss * weight`; gradients add up until `apply`. The loss itself.
+
+        Raises:
+            ConfigError: The session was not made with `accumulate` above 1 (any number of calls may come).
+            DataError: The batch does not fit the plan.
+        """
+        return self._open_engine().backward(self._structure.tensors(batch, self._graph.inputs), weight)
+
+    def apply(self, *, lr: float | None = None) -> StepResult:
+        """The update from what `backward` has added up; `loss` is the weighted sum.
+
+        Raises:
+            StageError: There was no backward since the last update.
+        """
+        return self._open_engine().apply(self._learning_rate if lr is None else lr)
+
     def evaluate(self, batch: Batch) -> float:
         """The loss in evaluation mode, without gradients.
 
@@ -204,6 +231,8 @@ def prepare(
         micro_batches: Slices that each step's batch is cut into; their gradients add up to the batch's.
         loss: How the losses of slices make the batch's: "mean" over rows, "token_mean" over targets that
             are not ignored, "sum", or "auto": found out, and refused where they do not.
+        accumulate: Batches whose gradients may add up before an update: 1, or more for any number
+            (`Session.step_over`, or `backward` and `apply`).
         max_grad_norm: 2-norm to which all gradients together are scaled down; 0: as they are.
         skip_limit: Steps in a row that may be skipped for inf or nan in a gradient, see `TrainConfig`.
         loss_scale: Of fp16, see `LossScaleConfig`.

@@ -50,7 +50,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require(self.micro_batches >= 1, "train.micro_batches", self.micro_batches, "at least 1")
         require(self.loss in LOSSES, "train.loss", self.loss, "one of " + ", ".join(LOSSES))
-        require(self.accumulate == 1, "train.accumulate", self.accumulate, "1")
+        require(self.accumulate >= 1, "train.accumulate", self.accumulate, "at least 1")
         in_range = math.isfinite(self.max_grad_norm) and self.max_grad_norm >= 0
         require(in_range, "train.max_grad_norm", self.max_grad_norm, "a finite number, at least 0 (0: none)")
         require(self.skip_limit >= 0, "train.skip_limit", self.skip_limit, "at least 0 (0: by precision)")

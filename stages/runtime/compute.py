@@ -73,8 +73,23 @@ class Compute:
         self.step = StepState()
         self.settings = StepSettings(learning_rate=0.0)
 
-    def begin(self, batches: Sequence[MicroBatch], settings: StepSettings) -> None:
+    def begin(
+        self, batches: Sequence[MicroBatch], settings: StepSettings, *, further: bool = False
+    ) -> None:
+        """Takes a batch.
+
+        Args:
+            further: Gradients of earlier batches stay, and this one's are added to them.
+        """
+        before = self.step
         self.step = StepState([MicroState(batch, dict(batch.inputs)) for batch in batches])
+        if further:
+            self.step.gradients = before.gradients
+            self.step.away = {
+                buffer: layout
+                for buffer, layout in before.away.items()
+                if self._state.buffers[buffer].role == "gradient"
+            }
         self.settings = settings
 
     def end(self) -> None:

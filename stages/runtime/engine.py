@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from stages.artifacts import graph as g
-from stages.artifacts.errors import ConfigError
+from stages.artifacts.errors import ConfigError, StageError
 from stages.artifacts.plan import Buffer, Instruction, Phase, Plan
 from stages.artifacts.timeline import Event
 from stages.optim.kernel import UpdateKernel
@@ -106,7 +106,11 @@ class Engine:
         self._poison = poison
         if poison:
             self._arena.poison(0, plan.arena_bytes)
+        #: of the step under way: what has run, its loss, and its batches
         self._events: list[Event] = []
+        self._total_loss = 0.0
+        self._calls = 0
+        self._started_ns = 0
         #: bytes moved by each instruction of the phase under way; each has one writer
         self._moved: dict[int, int] = {}
 
@@ -124,6 +128,7 @@ class Engine:
 
     def homes(self) -> Homes:
         """The whole training state by name, between steps."""
+        self._require_no_gradients("the training state is asked for")
         return Homes(self.graph, self._state, self._disk)
 
     @property
@@ -162,18 +167,69 @@ class Engine:
             DataError: The batch does not fit the plan; nothing has changed then.
             NumericsError: Gradients with inf or nan, in too many steps in a row.
         """
-        self._backward(batch, learning_rate)
+        return self.step_over([batch], learning_rate)
+
+    def step_over(self, batches: Sequence[Mapping[str, torch.Tensor]], learning_rate: float) -> StepResult:
+        """One step on several batches, whose losses count equally; raises as `step`."""
+        for batch in batches:
+            self._backward(batch, 1.0 / len(batches), learning_rate)
         return self._apply(learning_rate)
 
-    def _backward(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> None:
+    def backward(self, batch: Mapping[str, torch.Tensor], weight: float = 1.0) -> float:
+        """Forward and backward of `loss * weight`; gradients add up until `apply`. The loss, unweighted.
+
+        Raises:
+            ConfigError: The plan updates inside backward, or has no phase for a second batch.
+            DataError: The batch does not fit the plan; gradients are as they were then.
+        """
+        if "update" not in self._phases:
+            raise ConfigError(
+                "this plan updates inside backward; expected one for several backward calls. Plan with "
+                "accumulate above 1",
+                key="train.accumulate",
+            )
+        return self._backward(batch, weight, 0.0)
+
+    def apply(self, learning_rate: float) -> StepResult:
+        """The update from what `backward` has added up.
+
+        Raises:
+            StageError: There was no backward since the last one.
+            NumericsError: As for `step`.
+        """
+        if not self._calls:
+            raise StageError("an update without gradients; expected at least one backward call before it")
+        return self._apply(learning_rate)
+
+    def _backward(self, batch: Mapping[str, torch.Tensor], weight: float, learning_rate: float) -> float:
         self._guard.require_sound()
+        further = self._calls > 0
+        if further and "accumulate" not in self._phases:
+            raise ConfigError(
+                f"a second batch before the update; this plan has one batch a step. Plan with "
+                f"accumulate={self._calls + 1} or more",
+                key="train.accumulate",
+                found=str(self._calls + 1),
+                expected="1",
+            )
         bound = sizes.bind(self.graph, batch)
         settings = StepSettings(learning_rate, self._guard.scale, whole_norms=self.plan.clips)
-        batches = self._slicer.cut(batch, bound, self._training.lookup)
-        self._training.begin(batches, settings)
+        cut = self._slicer.cut(batch, bound, self._training.lookup)
+        slices = [replace(item, weight=item.weight * weight) for item in cut]
+        self._training.begin(slices, settings, further=further)
         if not self._plain:
-            self._training.step.draws = rehearse(self.graph, batches)
-        self._events = self._run("step", self._training)
+            self._training.step.draws = rehearse(self.graph, slices)
+        if not further:
+            self._started_ns = time.perf_counter_ns()
+        self._calls += 1
+        self._events += self._run("accumulate" if further else "step", self._training)
+        micro = [item for item in self._training.step.micro if not item.batch.empty]
+        self._total_loss += sum(item.batch.weight * self._loss(item) for item in micro)
+        return sum(
+            item.weight * self._loss(state)
+            for item, state in zip(cut, self._training.step.micro, strict=True)
+            if not item.empty
+        )
 
     def _apply(self, learning_rate: float) -> StepResult:
         """The update, unless a gradient forbids it."""
@@ -188,8 +244,7 @@ class Engine:
         return result
 
     def _finish(self, non_finite: tuple[str, ...], norm: float | None, scale: float) -> StepResult:
-        step, events = self._training.step, self._events
-        loss = sum(item.batch.weight * self._loss(item) for item in step.micro if not item.batch.empty)
+        step, events, loss = self._training.step, self._events, self._total_loss
         if not non_finite:
             for name in step.norms:
                 self._state.update_counts[name] = self._state.update_counts.get(name, 0) + 1
@@ -197,8 +252,17 @@ class Engine:
             lane: sum(event.bytes for event in events if event.lane == lane) for lane in ("read", "write")
         }
         self._training.end()
-        self._events = []
+        self._events, self._total_loss, self._calls = [], 0.0, 0
         return StepResult(loss, norm, bool(non_finite), non_finite, scale, events, moved)
+
+    def _require_no_gradients(self, what: str) -> None:
+        """Raises:
+        StageError: Between a backward and its update, whose gradients no other phase expects.
+        """
+        if self._calls:
+            raise StageError(
+                f"{what} between a backward and its update; expected after the update, or before"
+            )
 
     def _in_order(self, norms: Mapping[str, float]) -> list[float]:
         """Norms of whole gradients in parameter order."""
@@ -216,6 +280,8 @@ class Engine:
                 "this plan has no evaluation phase; plan with eval.every above 0 to evaluate",
                 key="eval.every",
             )
+        self._require_no_gradients("an evaluation")
+        self._started_ns = time.perf_counter_ns()
         bound = sizes.bind(self._evaluation.graph, batch)
         self._evaluation.begin([MicroBatch(dict(batch), bound)], StepSettings(learning_rate=0.0))
         self._run("evaluate", self._evaluation)
@@ -224,7 +290,7 @@ class Engine:
         return loss
 
     def _run(self, name: str, compute: Compute) -> list[Event]:
-        """Carries out a phase; its events in nanoseconds from its start."""
+        """Carries out a phase; its events in nanoseconds from the step's start."""
         phase = self._phases[name]
         completed = self._completed[name]
         self._moved = {}
@@ -239,9 +305,8 @@ class Engine:
         def free(buffer: int) -> None:
             self._release(self._state.buffers[buffer], compute)
 
-        started = time.perf_counter_ns()
         timings = self._lanes.run(phase.instructions, perform, free)
-        return [self._event(phase, compute.graph, timing, started) for timing in timings]
+        return [self._event(phase, compute.graph, timing, self._started_ns) for timing in timings]
 
     def _event(self, phase: Phase, graph: g.RegionGraph, timing: Timing, started: int) -> Event:
         instruction = phase.instructions[timing.instruction]

@@ -86,13 +86,14 @@ class TrainingLoop:
     def _step(self, step: int) -> StepResult:
         self.peak_between_bytes = max(self.peak_between_bytes, memory.peak_resident_bytes())
         memory.reset_peak()
-        batch = self._batches.next()
         started = time.monotonic()
-        result = self._engine.step(batch, self._config.optimizer.lr)
+        batches = [self._batches.next() for _ in range(self._config.train.accumulate)]
+        result = self._engine.step_over(batches, self._config.optimizer.lr)
         elapsed = time.monotonic() - started
         peak = memory.peak_resident_bytes()
         self._record(step, result, elapsed, peak)
-        self.history.tokens = max(self.history.tokens, max(tensor.numel() for tensor in batch.values()))
+        tokens = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
+        self.history.tokens = max(self.history.tokens, tokens)
         self._print_progress(step, result, elapsed, peak)
         return result
 

@@ -202,7 +202,8 @@ def _listen(
     # the end before the watch: another plan is no concern of a run that was asked to end
     loop.listeners += [periodic, ending]
     # once is enough: costs that were corrected are not doubted again
-    if config.solver.replan != "never" and surroundings.predicted and surroundings.state is None:
+    # its measures are of one pass through the model
+    if config.train.accumulate == 1 and config.solver.replan != "never" and surroundings.predicted and surroundings.state is None:
         startup_ns = time.monotonic_ns() - started_ns
         watch = Watch(
             config, engine, loop, costs, surroundings.predicted, startup_ns, surroundings.handover, write

@@ -241,7 +241,7 @@ class Estimator(Positions):
             for batch in self._batches:
                 work[self.begins(self.problem.forward_slot(region.index, batch))] = forward_work
                 back = self.problem.backward_slot(region.index, batch)
-                work[self.begins(back)] = backward_work[batch > 0]
+                work[self.begins(back)] = backward_work[batch > 0 or self.problem.accumulates]
         self._add_gradients(change, choice)
         updating = choice.chunk_elements * self.problem.optimizer.workspace_bytes_per_element
         for position in self.updates:
@@ -376,11 +376,26 @@ class Estimator(Positions):
                 "keep": self.positions - 1,
                 "move": self.ends(slot + choice.prefetch[region]),
             }[choice.gradients]
-            made = self.problem.backward_slot(max(parameter.gradient_regions))
-            change[self.begins(made)] += parameter.bytes
+            first = self.begins(self.problem.backward_slot(max(parameter.gradient_regions)))
+            if self.problem.accumulates and choice.gradients == "keep":
+                first = 0  # further batches find it
+            change[first] += parameter.bytes
             change[last + 1] -= parameter.bytes
             self._apply(change, self._partial_gradients(parameter), 1)
+            if self.problem.accumulates:
+                self._apply(change, self._partial_of_further_batch(parameter, choice.gradients), 1)
         return change
+
+    def _partial_of_further_batch(self, parameter: PlannedParameter, gradients: str) -> Change:
+        """What a further batch's first micro-batch sends from several regions, beside the sum. On disk the
+        sum is away until the last of them: until then, the partial one takes no more than the sum of the
+        first batch, which counts already."""
+        first, last = max(parameter.gradient_regions), min(parameter.gradient_regions)
+        if first == last:
+            return ()
+        begins = self.begins(self.problem.backward_slot(last if gradients == "move" else first))
+        ends = self.begins(self.problem.backward_slot(last))
+        return ((begins, parameter.bytes), (ends + 1, -parameter.bytes))
 
     def _partial_gradients(self, parameter: PlannedParameter) -> Change:
         """Gradients of single micro-batches that are complete only after several regions."""

@@ -134,6 +134,10 @@ def step_ns(
         if completes and choice.gradients == "consume" and index in updates:
             compute, read, write = _pipeline(updates[index], choice.chunk_slots, compute, read, write)
     end = max(compute, read, write)
+    if problem.accumulates:
+        moved = sum([parameter.bytes for parameter in problem.updated]) if choice.gradients == "move" else 0
+        fetched = transfer_ns(problem.read, moved, len(problem.updated) if moved else 0, contended=False)
+        end += (problem.accumulate - 1) * (end + fetched)
     if choice.gradients != "consume":
         for cost in updates.values():
             lanes = (cost.read_ns, cost.compute_ns, cost.write_ns)

@@ -16,8 +16,8 @@ from stages.solve.problem import Problem
 
 @dataclass(frozen=True)
 class Simulation:
-    """step_ns: phases "step" and, where there is one, "update". What only the plan that is chosen is asked
-    for is worked out then."""
+    """step_ns: phases "step", "accumulate" as often as a step has further batches, and "update", where the
+    program has them. What only the plan that is chosen is asked for is worked out then."""
 
     peak_bytes: int
     step_ns: int
@@ -31,8 +31,9 @@ class Simulation:
         """Lane -> bytes; beside an accelerator also those of the disk's part of each link."""
         moved: dict[str, int] = {"read": 0, "write": 0}
         for phase in self._phases:
+            times = repetitions(self._problem, phase.name)
             for instruction in phase.instructions:
-                size = transfer_bytes(self._program.buffers, instruction)
+                size = times * transfer_bytes(self._program.buffers, instruction)
                 if size:
                     _count_moved(self._problem, self._program.buffers, instruction, size, moved)
         return moved
@@ -42,7 +43,7 @@ class Simulation:
         events: list[Event] = []
         memory: list[tuple[int, int]] = []
         start_ns = 0.0
-        for phase in self._phases:
+        for phase in [item for item in self._phases for _ in range(repetitions(self._problem, item.name))]:
             spans = self._spans[phase.name]
             events += _events(self._problem, self._program, phase, spans, start_ns)
             memory += _memory_curve(self._problem, self._program, phase, spans, start_ns)
@@ -62,7 +63,13 @@ def simulate(problem: Problem, program: Program, evaluation: Problem | None = No
         if phase.name != "evaluate"
     }
     peak, binding = _peak(problem, program, evaluation)
-    return Simulation(peak, round(sum(map(_length, spans.values()))), binding, problem, program, spans)
+    step_ns = sum(repetitions(problem, name) * _length(times) for name, times in spans.items())
+    return Simulation(peak, round(step_ns), binding, problem, program, spans)
+
+
+def repetitions(problem: Problem, phase: str) -> int:
+    """How often a step goes through a phase."""
+    return problem.accumulate - 1 if phase == "accumulate" else 1
 
 
 def _length(spans: list[Span]) -> float:

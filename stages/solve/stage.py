@@ -119,7 +119,8 @@ def _plan(task: Task, solution: Solution, loss: str, solve_ns: int) -> Plan:
             peak_bytes=simulation.peak_bytes,
             step_ns=simulation.step_ns,
             least_feasible_bytes=solution.least_feasible_bytes,
-            lower_bound_ns=solution.lower_bound_ns,
+            # the bound is of one batch: what further ones move differs, and nothing bounds it yet
+            lower_bound_ns=0 if problem.accumulates else solution.lower_bound_ns,
             moved_bytes=simulation.moved_bytes,
             binding=simulation.binding,
         ),

@@ -232,7 +232,9 @@ def train(
         engine.load(initial_values(model, graph))
         torch.manual_seed(SEED)
         for step in range(1, steps + 1):
-            done = engine.step(inputs_of(graph, batches[(step - 1) % len(batches)]), LEARNING_RATE)
+            calls = range((step - 1) * config.train.accumulate, step * config.train.accumulate)
+            used = [inputs_of(graph, batches[call % len(batches)]) for call in calls]
+            done = engine.step_over(used, LEARNING_RATE)
             result.losses.append(done.loss)
             result.norms.append(done.grad_norm)
             result.rng_states.append(torch.get_rng_state())

@@ -177,14 +177,18 @@ class BufferTable:
                 for span in spans_of(self._problem, self._placement, parameter):
                     self.weight_piece(parameter, span)
 
-    def partial_gradient(self, parameter: PlannedParameter, micro_batch: int) -> int:
+    def partial_gradient(
+        self, parameter: PlannedParameter, micro_batch: int, *, further: bool = False
+    ) -> int:
         """What regions have sent so far with one micro-batch, where several send to the parameter.
 
         A plain loop completes one micro-batch's gradient before it adds it to the sum; that order
-        of additions is kept. The first micro-batch's is the sum itself.
+        of additions is kept. The first micro-batch's is the sum itself, but for a further batch's.
         """
-        if not micro_batch or len(parameter.gradient_regions) == 1:
+        if len(parameter.gradient_regions) == 1 or not (micro_batch or further):
             return self.gradient(parameter)
+        if not micro_batch:
+            return self._add("partial_gradient", parameter.name, parameter.bytes, parameter.dtype)
         return self._add(
             "gradient", parameter.name, parameter.bytes, parameter.dtype, micro_batch=micro_batch
         )

@@ -49,6 +49,11 @@ def lower(
     step = _new_draft("step", problem, table)
     StepLowering(problem, placement, table, step).run()
     drafts = [(step, ["update"] if deferred else between)]
+    if problem.accumulates:
+        drafts[0][1].append("accumulate")
+        further = _with_gradients("accumulate", problem, placement, table)
+        StepLowering(problem, placement, table, further, further=True).run()
+        drafts.append((further, ["accumulate", "update"]))
     if deferred:
         drafts.append((_lower_update(problem, placement, table), between))
     if evaluation is not None:
@@ -80,6 +85,15 @@ def _new_draft(
     device = [buffer.id for buffer in state if buffer.resident]
     disk = [buffer.id for buffer in state if not buffer.resident]
     return PhaseDraft(name, device=[*device, *batch], disk=disk)
+
+
+def _with_gradients(name: str, problem: Problem, placement: Placement, table: BufferTable) -> PhaseDraft:
+    """A phase that finds the sum of gradients so far where "step" has left it."""
+    draft = _new_draft(name, problem, table)
+    gradients = [table.gradient(parameter) for parameter in problem.updated]
+    if placement.gradients == "move":
+        return PhaseDraft(name, draft.device, [*draft.disk, *gradients])
+    return PhaseDraft(name, [*draft.device, *gradients], draft.disk)
 
 
 def _lower_update(problem: Problem, placement: Placement, table: BufferTable) -> PhaseDraft:

@@ -140,14 +140,31 @@ def _schedule_dynamic(
 
 
 class StepLowering:
-    """Writes the phase down, slot by slot."""
+    """Writes the phase down, slot by slot.
 
-    def __init__(self, problem: Problem, placement: Placement, table: BufferTable, draft: PhaseDraft) -> None:
+    Args:
+        further: Phase "accumulate": gradients of batches before are there, in memory or on disk.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        placement: Placement,
+        table: BufferTable,
+        draft: PhaseDraft,
+        *,
+        further: bool = False,
+    ) -> None:
+        self._further = further
         self._problem = problem
         self._placement = placement
         self._table = table
         self._draft = draft
         self._schedule = build_schedule(problem, placement, table)
+        if further and placement.gradients == "move":
+            for parameter in problem.updated:
+                slot = problem.backward_slot(min(parameter.gradient_regions), 0)
+                self._schedule.fetches[slot].append((slot, table.gradient(parameter)))
         consumed = placement.gradients == "consume"
         units = [
             unit
@@ -292,7 +309,7 @@ class StepLowering:
         sent, joined = [], []
         for name in region.gradients:
             parameter = self._problem.parameters[name]
-            partial = self._table.partial_gradient(parameter, batch)
+            partial = self._table.partial_gradient(parameter, batch, further=self._further)
             last = region.index == min(parameter.gradient_regions)
             sent.append(self._table.gradient(parameter) if last else partial)
             if last and partial != sent[-1]:
@@ -308,4 +325,5 @@ class StepLowering:
                 self._store([gradient])
                 lag = self._placement.prefetch[region.index]
                 self._schedule.late_ends[slot + 1 + lag].append(gradient)
-                self._draft.leaving.add(gradient)
+                if not self._further:
+                    self._draft.leaving.add(gradient)

@@ -250,7 +250,7 @@ class Demands:
         for batch in range(self.problem.micro_batches):
             self.work[est.begins(self.problem.forward_slot(region.index, batch))].append(forward)
             back = est.begins(self.problem.backward_slot(region.index, batch))
-            self.work[back].append(backward[batch > 0])
+            self.work[back].append(backward[batch > 0 or self.problem.accumulates])
 
     def _add_turns(
         self, region: PlannedRegion, batch: int, usual: str, recompute: int | None, move: int | None

@@ -34,8 +34,11 @@ def verify(
     """
     graph, costs = _of_slice(plan, graph, costs)
     names = [phase.name for phase in plan.phases]
-    if names not in (["step"], ["step", "evaluate"], ["step", "update"], ["step", "update", "evaluate"]):
-        raise PlanError(f"phases are {', '.join(names)}; expected step, then update or evaluate")
+    known = [name for name in ("step", "accumulate", "update", "evaluate") if name in names]
+    if names != known or "step" not in names or ("accumulate" in names and "update" not in names):
+        raise PlanError(f"phases are {', '.join(names)}; expected step, then accumulate, update or evaluate")
+    if ("accumulate" in names) != (plan.accumulate > 1):
+        raise PlanError(f"{plan.accumulate} batches a step, and phases {', '.join(names)}")
     if [buffer.id for buffer in plan.buffers] != list(range(len(plan.buffers))):
         raise PlanError("buffer ids are not their positions in the list")
     aliases = check_homes(plan)

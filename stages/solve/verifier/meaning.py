@@ -27,11 +27,22 @@ def check_training(plan: Plan, graph: RegionGraph, costs: Costs) -> None:
     for phase in plan.phases:
         if phase.name == "step":
             _Step(plan, phase, facts, updates).check()
+        elif phase.name == "accumulate":
+            _check_further_batch(plan, phase, facts)
         elif phase.name == "update":
             for instruction in _compute(phase, ("update", "free")):
                 if instruction.operation == "update":
                     updates.take(phase, instruction)
     updates.finish()
+
+
+def _check_further_batch(plan: Plan, phase: Phase, facts: GraphFacts) -> None:
+    """A further batch updates nothing, and adds all of its gradients to those that it finds."""
+    found = UpdateCheck(plan, facts)
+    _Step(plan, phase, facts, found, further=True).check()
+    for name, senders in facts.gradient_senders.items():
+        if found.gradients_sent[name] != len(senders) * plan.placement.micro_batches:
+            raise PlanError(f"phase {phase.name}: the gradient of {name} is not complete at its end")
 
 
 def check_evaluation(plan: Plan, graph: RegionGraph, costs: Costs) -> None:
@@ -119,15 +130,20 @@ def _require_memory(plan: Plan, phase: Phase, item: Instruction, made: set[Key],
 class _Step:
     """Walks the compute lane of phase "step". Turns are (region, micro-batch)."""
 
-    def __init__(self, plan: Plan, phase: Phase, facts: GraphFacts, updates: UpdateCheck) -> None:
+    def __init__(
+        self, plan: Plan, phase: Phase, facts: GraphFacts, updates: UpdateCheck, *, further: bool = False
+    ) -> None:
+        self._further = further
         self._plan, self._phase, self._facts, self._updates = plan, phase, facts, updates
         self._modes: dict[tuple[int, int], str] = {}
         self._recomputed: set[tuple[int, int]] = set()
         self._begun: set[int] = set()  # micro-batches that have gone backward
         self._sent: dict[Key, int] = defaultdict(int)
+        if further:  # the batches before have sent to every sum
+            self._sent.update({("gradient", name, 0): 1 for name in facts.parameters})
 
     def check(self) -> None:
-        allowed = ("forward", "recompute", "backward", "update", "free")
+        allowed = ("forward", "recompute", "backward", "free", *(() if self._further else ("update",)))
         lane = _compute(self._phase, allowed)
         self._check_turns(lane)
         for item in lane:
@@ -151,24 +167,27 @@ class _Step:
                 found = [item.region for item in items if item.micro_batch == batch]
                 if found != expected:
                     raise PlanError(
-                        f"phase step runs {way} of regions {found} with micro-batch {batch}; "
+                        f"phase {self._phase.name} runs {way} of regions {found} with micro-batch {batch}; "
                         f"expected {expected}, each once"
                     )
             if len(items) != len(expected) * self._plan.placement.micro_batches:
-                raise PlanError(f"phase step runs {way} with a micro-batch that does not exist")
+                raise PlanError(f"phase {self._phase.name} runs {way} with a micro-batch that does not exist")
         for index in ways["backward"]:
             order = [
                 item.micro_batch for item in lane if (item.operation, item.region) == ("backward", index)
             ]
             if order != sorted(order):
-                raise PlanError(f"phase step adds gradients of region {index} in the order {order}")
+                raise PlanError(
+                    f"phase {self._phase.name} adds gradients of region {index} in the order {order}"
+                )
 
     def _goes_back(self, region: int) -> bool:
         return self._facts.has_backward[region]
 
     def _fail(self, item: Instruction, why: str) -> None:
         raise PlanError(
-            f"phase step, instruction {item.id} ({item.operation} of region {item.region}): {why}"
+            f"phase {self._phase.name}, instruction {item.id} ({item.operation} of region {item.region}): "
+            f"{why}"
         )
 
     def _own(self, item: Instruction, names: Iterable[tuple[str, str]]) -> set[Key]:
@@ -252,10 +271,11 @@ class _Step:
         written, completed = set(), set()
         for name in names:
             senders = self._facts.gradient_senders[name]
-            alone = ("gradient", name, item.micro_batch)
-            if len(senders) == 1 or item.region == senders[0] or item.micro_batch == 0:
+            apart = item.micro_batch > 0 or self._further
+            alone = ("gradient" if item.micro_batch else "partial_gradient", name, item.micro_batch)
+            if len(senders) == 1 or item.region == senders[0] or not apart:
                 written.add(("gradient", name, 0))
-                if len(senders) > 1 and item.micro_batch:
+                if len(senders) > 1 and apart:
                     completed.add(alone)
             else:
                 written.add(alone)

@@ -114,7 +114,7 @@ class GraphFacts:
             raise PlanError(f"buffer {buffer.id}: {buffer.owner} is no parameter of the graph")
         if buffer.role == "persistent":
             return storage_bytes(self.parameters[buffer.owner].spec, planned_sizes(self.graph))
-        if buffer.role in ("weight", "gradient"):
+        if buffer.role in ("weight", "gradient", "partial_gradient"):
             return (buffer.count or self.elements(buffer.owner)) * self.weight_itemsize(buffer.owner)
         return buffer.count * BYTES_PER_ELEMENT[buffer.dtype]
 
