@@ -260,9 +260,7 @@ class Engine:
         StageError: Between a backward and its update, whose gradients no other phase expects.
         """
         if self._calls:
-            raise StageError(
-                f"{what} between a backward and its update; expected after the update, or before"
-            )
+            raise StageError(f"{what} between a backward and its update; expected before or after both")
 
     def _in_order(self, norms: Mapping[str, float]) -> list[float]:
         """Norms of whole gradients in parameter order."""

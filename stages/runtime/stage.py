@@ -203,7 +203,8 @@ def _listen(
     loop.listeners += [periodic, ending]
     # once is enough: costs that were corrected are not doubted again
     # its measures are of one pass through the model
-    if config.train.accumulate == 1 and config.solver.replan != "never" and surroundings.predicted and surroundings.state is None:
+    watches = config.solver.replan != "never" and config.train.accumulate == 1
+    if watches and surroundings.predicted and surroundings.state is None:
         startup_ns = time.monotonic_ns() - started_ns
         watch = Watch(
             config, engine, loop, costs, surroundings.predicted, startup_ns, surroundings.handover, write
