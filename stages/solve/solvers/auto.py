@@ -64,7 +64,9 @@ def _others(task: Task, search: ModelSearch, deadline: Deadline) -> Iterator[Can
     for solve_by in (layerwise.solve, greedy_async.solve, greedy_sync.solve):
         late = search.best is not None and deadline.left_s < -task.time_limit_s
         far = search.gap > _NEAR_ENOUGH and not late
-        if far or (few and deadline.left_s > 0 and search.gap > _EXACT):
+        # greedy_sync is greedy_async without what hides transfers
+        near = few and deadline.left_s > 0 and search.gap > _EXACT and solve_by is not greedy_sync.solve
+        if far or near:
             yield from _ask(task, solve_by)
 
 
