@@ -17,8 +17,8 @@ Solver = Callable[[Task], Solution]
 
 #: a bound that has been met but for its tolerance
 _EXACT = 2e-6
-#: of more regions, greedy search takes long
-_MOST_GREEDY = 60
+#: regions -> share of the time limit that must be left for greedy search to end about in time
+_GREEDY_TAKES = {30: 0.0, 60: 0.5}
 
 #: where time is used up, solvers that know no bound are asked only if the best is farther from it than this
 #: (none came so near by itself), and twice the time limit is not used up
@@ -60,12 +60,14 @@ def _improve(task: Task, search: ModelSearch, deadline: Deadline) -> None:
 
 def _others(task: Task, search: ModelSearch, deadline: Deadline) -> Iterator[Candidate]:
     """What solvers find that know no bound: where time is left, or the best is far from the bound."""
-    few = len(task.problem.regions) <= _MOST_GREEDY
+    regions = len(task.problem.regions)
+    takes = next((share for most, share in _GREEDY_TAKES.items() if regions <= most), float("inf"))
+    in_time = deadline.left_s > takes * task.time_limit_s
     for solve_by in (layerwise.solve, greedy_async.solve, greedy_sync.solve):
         late = search.best is not None and deadline.left_s < -task.time_limit_s
         far = search.gap > _NEAR_ENOUGH and not late
         # greedy_sync is greedy_async without what hides transfers
-        near = few and deadline.left_s > 0 and search.gap > _EXACT and solve_by is not greedy_sync.solve
+        near = in_time and search.gap > _EXACT and solve_by is not greedy_sync.solve
         if far or near:
             yield from _ask(task, solve_by)
 
