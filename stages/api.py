@@ -44,6 +44,7 @@ from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
 from stages.trace import stage as trace
 from stages.trace.profile import stage as profile
+from stages.trace.structure import replaced
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Prepared:
     evaluation: tuple[g.RegionGraph, Costs] | None
     #: what batches must look like, in training and in evaluation
     structure: BatchStructure
+    #: what forward returns, tensors empty; None: outputs were not asked for
+    output: Any = None
 
     def plan(self, budget: str | int) -> Plan:
         """The verified plan inside `budget`.
@@ -80,6 +83,7 @@ class Session:
         self._graph = prepared.graph
         self._structure = prepared.structure
         self._learning_rate = prepared.config.optimizer.lr
+        self._output = prepared.output
         self._evaluates = prepared.evaluation is not None
         evaluation = None if prepared.evaluation is None else prepared.evaluation[0]
         # the plan counts on it; not undone at the end, since the allocator cannot tell what was set before
@@ -147,6 +151,22 @@ class Session:
             )
         return self._open_engine().evaluate(self._structure.tensors(batch, self._graph.inputs))
 
+    def forward(self, batch: Batch) -> Any:
+        """What the model returns in evaluation mode, as it returns it, without gradients.
+
+        Objects of types of their own in it (caches for generation) are None. The tensors are the caller's:
+        the plan counts them until this call returns.
+
+        Raises:
+            ConfigError: The session was made without `outputs=True`.
+        """
+        if self._output is None:
+            raise ConfigError(
+                "this session was not made for outputs; make it with outputs=True", key="outputs"
+            )
+        tensors = self._structure.tensors(batch, self._graph.inputs)
+        return replaced(self._output, iter(self._open_engine().forward(tensors)))
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and buffers now, as the model's own state dict has them.
 
@@ -205,6 +225,7 @@ def prepare(
     optimizer_arguments: Mapping[str, Any] | None = None,
     solver: str = "greedy_async",
     evaluate: bool = False,
+    outputs: bool = False,
     dynamic: bool = True,
     disk: str = "",
     threads: int = 0,
@@ -224,6 +245,8 @@ def prepare(
         optimizer_arguments: What the optimizer takes beside lr: betas, eps, weight_decay (0.01 for
             adamw and 0 for all others, as for the command), ...
         evaluate: Whether `Session.evaluate` will be used; the model is then traced in that mode too.
+        outputs: Whether `Session.forward` will be used, and `evaluate`; an evaluation then keeps all that the
+            model returns to its end, so that it may take more memory.
         dynamic: Whether smaller batches and shorter sequences may come.
         disk: Folder of the disk tier; "": the user's cache folder.
         threads: Threads of operators, set for the whole process; 0: as they are.
@@ -255,20 +278,21 @@ def prepare(
     )
     structure = BatchStructure(model, batch)
     args, kwargs = arguments(batch)
-    modes = ("train", "eval") if evaluate else ("train",)
-    graphs = [
-        trace.trace_module(
-            model, args, kwargs, precision=precision, dynamic=dynamic, mode=mode, only_loss=True
+    settings = {"precision": precision, "dynamic": dynamic}
+    graphs = [trace.trace_module(model, args, kwargs, mode="train", only_loss=True, **settings)]
+    output = None
+    if evaluate or outputs:
+        graph, output = trace.trace_with_outputs(
+            model, args, kwargs, mode="eval", only_loss=not outputs, **settings
         )
-        for mode in modes
-    ]
+        graphs.append(graph)
     # evaluation takes a batch as it is
     whole = replace(config, train=TrainConfig())
     measured = [
         _in_this_process(profile.run(own, graph)) for own, graph in zip((config, whole), graphs, strict=False)
     ]
-    evaluation = (graphs[1], measured[1]) if evaluate else None
-    return Prepared(config, graphs[0], measured[0], evaluation, structure)
+    evaluation = (graphs[1], measured[1]) if len(graphs) > 1 else None
+    return Prepared(config, graphs[0], measured[0], evaluation, structure, output)
 
 
 def offload(model: nn.Module, batch: Batch, budget: str | int, **settings: Any) -> Session:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -349,7 +349,19 @@ class Compute:
         with torch.no_grad():
             tensors = self._tensors(region, instruction.micro_batch)
             outputs = self._functions[instruction.region](tensors, self._micro(instruction).batch.sizes)
+            self._return(instruction, outputs, {tensors[name] for name in region.parameters})
         self._take_outputs(instruction, outputs)
+
+    def _return(
+        self, instruction: Instruction, outputs: Mapping[str, torch.Tensor], weights: Iterable[torch.Tensor]
+    ) -> None:
+        """Keeps what the caller gets; the memory of weights is not his, and soon another's."""
+        places = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        micro = self._micro(instruction)
+        for spec in self._graph.outputs:
+            if (output := outputs.get(spec.name)) is not None:
+                own = output.untyped_storage().data_ptr() not in places
+                micro.returned[spec.name] = output if own else output.clone()
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

@@ -273,6 +273,19 @@ class Engine:
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         """The loss in evaluation mode, without gradients; training state stays as it is."""
+        micro = self._evaluated(batch)
+        return self._loss(micro)
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What the model returns in evaluation mode, in the graph's order, without gradients."""
+        micro = self._evaluated(batch)
+        assert self._evaluation is not None, "checked by _evaluated"
+        return [
+            micro.returned[spec.name] if spec.name in micro.returned else micro.batch.inputs[spec.name]
+            for spec in self._evaluation.graph.outputs
+        ]
+
+    def _evaluated(self, batch: Mapping[str, torch.Tensor]) -> MicroState:
         if self._evaluation is None:
             raise ConfigError(
                 "this plan has no evaluation phase; plan with eval.every above 0 to evaluate",
@@ -283,9 +296,9 @@ class Engine:
         bound = sizes.bind(self._evaluation.graph, batch)
         self._evaluation.begin([MicroBatch(dict(batch), bound)], StepSettings(learning_rate=0.0))
         self._run("evaluate", self._evaluation)
-        loss = self._loss(self._evaluation.step.micro[0])
+        micro = self._evaluation.step.micro[0]
         self._evaluation.end()
-        return loss
+        return micro
 
     def _run(self, name: str, compute: Compute) -> list[Event]:
         """Carries out a phase; its events in nanoseconds from the step's start."""

@@ -66,6 +66,8 @@ class MicroState:
     #: buffers that a region mutates, as they were before its forward
     buffers_before: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     loss: torch.Tensor | None = None
+    #: what the model returns, in an evaluation
+    returned: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass

@@ -76,6 +76,7 @@ def build_problem(
         device=costs.device,
         regions=_with_norms(regions, values, planned) if train.clips else regions,
         values=values,
+        returned=tuple(spec.name for spec in graph.outputs),
         parameters=planned,
         persistent={
             name: PersistentBuffer(

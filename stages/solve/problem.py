@@ -175,6 +175,8 @@ class Problem:
     clips: bool = False
     #: batches of one step
     accumulate: int = 1
+    #: values that the model returns, which an evaluation keeps to its end
+    returned: tuple[str, ...] = ()
 
     def link(self, lane: str, home: str) -> LinkCost:
         """The link of a transfer on `lane` ("read" | "write") of a buffer whose home is `home`."""

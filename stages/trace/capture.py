@@ -34,6 +34,7 @@ class Captured:
     input_names: list[str]
     output_paths: list[Path]
     loss: int | None  # index of the output that is the loss
+    output: Any = None  # what forward returned, of fake tensors
 
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -80,7 +81,7 @@ def _export(built: Built, batch: Batch, dims: Dimensions, only_loss: bool) -> Ca
         )
     resolved = dimensions.resolve(dims, _input_shapes(program), _environment(program))
     names = [_input_name(path) for path, _ in tensors_in(batch)]
-    return Captured(program, resolved, names, flat.found.output_paths, flat.found.loss)
+    return Captured(program, resolved, names, flat.found.output_paths, flat.found.loss, flat.found.output)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from stages.trace.build import Built
 from stages.trace.capture import Batch, Captured
 from stages.trace.dimensions import dimensions_of
 from stages.trace.nodes import Converted, Traced
-from stages.trace.structure import tensors_in
+from stages.trace.structure import template_of, tensors_in
 
 
 def run(config: RunConfig, mode: str = "train") -> g.RegionGraph:
@@ -45,10 +45,15 @@ def run(config: RunConfig, mode: str = "train") -> g.RegionGraph:
         dynamic=config.trace.dynamic,
         granularity=config.trace.granularity,
         only_loss=True,
-    )
+    )[0]
 
 
-def trace_module(
+def trace_module(module: nn.Module, *given: Any, **settings: Any) -> g.RegionGraph:
+    """The graph alone; see `trace_with_outputs`."""
+    return trace_with_outputs(module, *given, **settings)[0]
+
+
+def trace_with_outputs(
     module: nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -59,8 +64,11 @@ def trace_module(
     dynamic: bool = True,
     granularity: str = "block",
     only_loss: bool = False,
-) -> g.RegionGraph:
+) -> tuple[g.RegionGraph, Any]:
     """The graph of a live module on a batch of the planned shapes; initial values are the module's own.
+
+    Also the template of what it returns: an empty tensor stands for each of `RegionGraph.outputs`, unless
+    only the loss is returned.
 
     The module is not changed. Tensors may stand anywhere in nested dicts, lists, tuples and
     dataclasses of `args` and `kwargs`; all other values are fixed. `loss` is "" when forward returns
@@ -87,7 +95,7 @@ def trace_module(
 def _trace(
     built: Built, batch: Batch, *, name: str, precision: str, mode: str, dynamic: bool,
     granularity: str, only_loss: bool,
-) -> g.RegionGraph:  # fmt: skip
+) -> tuple[g.RegionGraph, Any]:  # fmt: skip
     build.cast_parameters(built, precision)
     built.model.train(mode == "train")
     captured, converted = _converted(built, batch, dynamic, only_loss)
@@ -108,7 +116,7 @@ def _trace(
     if mode == "train" and loss and not facts.receives:
         raise TraceError(f"{name}: the loss depends on no parameter that requires a gradient")
     found_regions, values = _partitioned(built, live, stored, converted, facts, sizes, granularity)
-    return g.RegionGraph(
+    graph = g.RegionGraph(
         model=name,
         mode=mode,
         precision=precision,
@@ -123,6 +131,7 @@ def _trace(
         initial=parameters.initial_values(built, stored, tensors),
         export_config=built.export_config,
     )
+    return graph, None if only_loss else template_of(captured.output)
 
 
 def _converted(built: Built, batch: Batch, dynamic: bool, only_loss: bool) -> tuple[Captured, Converted]:

@@ -55,6 +55,7 @@ class Found:
 
     def __init__(self) -> None:
         self.output_paths: list[Path] = []
+        self.output: Any = None
         self.loss: int | None = None
 
 
@@ -85,6 +86,7 @@ class Flat(nn.Module):
         if self._only_loss and loss is not None:
             found, loss = [found[loss]], 0
         self.found.loss = loss
+        self.found.output = output
         self.found.output_paths = [path for path, _ in found]
         return tuple(tensor for _, tensor in found)
 
@@ -94,6 +96,29 @@ def find_loss(outputs: list[tuple[Path, torch.Tensor]]) -> int | None:
     scalars = [index for index, (_, tensor) in enumerate(outputs) if tensor.dim() == 0]
     named = [index for index in scalars if outputs[index][0] == ["loss"]]
     return next(iter([*named, *scalars]), None)
+
+
+def template_of(output: Any) -> Any:
+    """`output` with an empty tensor in place of each of its tensors, None in place of unknown objects."""
+    tensors = (torch.empty(0) for _ in tensors_in(output))
+    return _without_unknown(replaced(output, tensors))
+
+
+def _without_unknown(value: Any) -> Any:
+    """Recursively: what `replaced` cannot look into may hold tensors of the trace."""
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str, complex, bytes)):
+        return value
+    if isinstance(value, dict):
+        return type(value)((key, _without_unknown(item)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_without_unknown(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_unknown(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{str(name): _without_unknown(item) for name, item in _children(value)}
+        )
+    return None
 
 
 def _warn_of_lost(value: Any) -> None:

@@ -29,6 +29,8 @@ def lower_evaluation(problem: Problem, table: BufferTable, draft: PhaseDraft, le
     for value in problem.values.values():
         if value.producer >= 0:
             last = max((value.producer, *value.consumers))
+            if value.name in problem.returned:  # the caller gets it after the phase
+                last = len(problem.regions) - 1
             ends[last].append(table.evaluation_value(problem, value.name))
     for region in problem.regions:
         for _, buffer in sorted(fetches[region.index]):

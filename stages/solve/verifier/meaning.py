@@ -68,6 +68,19 @@ def check_evaluation(plan: Plan, graph: RegionGraph, costs: Costs) -> None:
             _require(plan, phase, item, "writes", made)
             cost = facts.cost_of(item.region).dropped_forward_peak_bytes
             _require_memory(plan, phase, item, made, cost)
+        _require_kept(plan, phase, {("value", spec.name, 0) for spec in graph.outputs})
+
+
+def _require_kept(plan: Plan, phase: Phase, returned: set[Key]) -> None:
+    """What the model returns is there until the phase's last region has run."""
+    keys = {buffer.id: key_of(buffer) for buffer in plan.buffers}
+    runs = [item.id for item in phase.instructions if item.operation == "evaluate"]
+    for item in phase.instructions:
+        early = [keys[buffer] for buffer in item.frees if keys[buffer] in returned]
+        if early and item.id < runs[-1]:
+            raise PlanError(
+                f"phase {phase.name}, instruction {item.id}: frees {early[0][1]}, which the model returns"
+            )
 
 
 def _compute(phase: Phase, allowed: tuple[str, ...]) -> list[Instruction]:
