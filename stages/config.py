@@ -199,6 +199,14 @@ class TraceConfig:
 class ExportConfig:
     initial: str = ""
     final: str = ""
+    shard: str = "5GB"  # bytes of one file at most, unless a single tensor is larger
+
+    def __post_init__(self) -> None:
+        parse_size(self.shard, "export.shard")
+
+    @property
+    def shard_bytes(self) -> int:
+        return parse_size(self.shard, "export.shard")
 
 
 @dataclass

@@ -25,7 +25,7 @@ GROUPS = ("model", "data", "optimizer", "solver", "device", "hardware", "experim
 #: groups that change the whole configuration and have no section of their own
 GLOBAL_GROUPS = ("experiment", "sweep")
 SIZE_KEYS = (
-    "budget", "tiers.host_budget", "tiers.disk_budget",
+    "budget", "export.shard", "tiers.host_budget", "tiers.disk_budget",
     *(f"hardware.{name}" for name in HARDWARE_SIZES),
 )  # fmt: skip
 

@@ -73,9 +73,7 @@ class Compute:
         self.step = StepState()
         self.settings = StepSettings(learning_rate=0.0)
 
-    def begin(
-        self, batches: Sequence[MicroBatch], settings: StepSettings, *, further: bool = False
-    ) -> None:
+    def begin(self, batches: Sequence[MicroBatch], settings: StepSettings, *, further: bool = False) -> None:
         """Takes a batch.
 
         Args:

@@ -6,8 +6,11 @@ Hugging Face's `save_pretrained` makes them, so that `from_pretrained` reads the
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,10 +21,11 @@ from stages.artifacts.envelope import write_atomically
 from stages.artifacts.errors import StorageError
 from stages.artifacts.graph import Parameter, RegionGraph
 from stages.region.initial import iterate_initial
-from stages.runtime.safetensors_writer import Entry, Place, SyncedWriter, entry_of, lay_out
+from stages.runtime.safetensors_writer import Entry, Place, SyncedWriter, entry_of, lay_out, sync_folder
 
 #: bytes of one file at most, unless a single tensor is larger; as Hugging Face's default
 SHARD_BYTES = 5 * 10**9
+_PART = re.compile(r"\.model.*\.safetensors\.[0-9]+\.part")
 
 
 def export_weights(
@@ -55,7 +59,9 @@ def export_weights(
     return _export(folder, entries, _by_name(weights), graph.export_config, shard_bytes)
 
 
-def export_initial(folder: Path, graph: RegionGraph, seed: int) -> list[Path]:
+def export_initial(
+    folder: Path, graph: RegionGraph, seed: int, *, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
     """Writes the initial values as `export_weights` does, in the dtypes before the precision's cast.
 
     Raises:
@@ -63,7 +69,7 @@ def export_initial(folder: Path, graph: RegionGraph, seed: int) -> list[Path]:
         ArtifactError: The graph holds no record of the initial values, or a damaged one.
     """
     entries = [entry_of(parameter, parameter.initial_dtype) for parameter in _state_dict(graph)]
-    return _export(folder, entries, iterate_initial(graph, seed), graph.export_config, SHARD_BYTES)
+    return _export(folder, entries, iterate_initial(graph, seed), graph.export_config, shard_bytes)
 
 
 def _export(
@@ -77,15 +83,22 @@ def _export(
     files = [folder / name for name in _file_names(len(shards))]
     with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _write_files(dict(zip(files, shards, strict=True)), values)
-        _remove_others(folder, files)
-        if len(shards) > 1:
-            files.append(_write_index(folder, files, shards))
-        if export_config is not None:
-            config = folder / "config.json"
-            write_atomically(config, export_config.encode())
-            files.append(config)
-    return files
+        _remove_parts(folder)
+        made = [*files]
+        with _written(dict(zip(files, shards, strict=True)), values) as parts:
+            if export_config is not None:
+                config = folder / "config.json"
+                write_atomically(config, export_config.encode())
+                made.append(config)
+            # Readers start at the index or at model.safetensors. What one of several files replaces goes
+            # before they come and the index comes after them: at no moment is a mixture of two exports read.
+            _remove_others(folder, files)
+            for path, part in parts.items():
+                part.replace(path)
+            if len(shards) > 1:
+                made.insert(len(files), _write_index(folder, files, shards))
+        sync_folder(folder)
+    return made
 
 
 def _by_name(weights: Iterable[tuple[Parameter, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,22 +134,35 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _write_files(shards: Mapping[Path, Sequence[Entry]], values: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Writes all files under temporary names, each value where it belongs, syncs and renames them."""
+def _remove_parts(folder: Path) -> None:
+    """Removes temporary files of killed processes; a living one holds a lock on its own."""
+    for path in folder.iterdir():
+        if _PART.fullmatch(path.name):
+            with path.open("rb") as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+
+
+@contextmanager
+def _written(
+    shards: Mapping[Path, Sequence[Entry]], values: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[dict[Path, Path]]:
+    """All files under temporary names, whole and synced; what is not renamed inside is removed after it."""
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in shards}
     try:
         with ExitStack() as stack:
             places: dict[str, Place] = {}
             writers = []
             for path, entries in shards.items():
-                writer = SyncedWriter(stack.enter_context(temporary[path].open("wb", buffering=0)))
+                file = stack.enter_context(temporary[path].open("wb", buffering=0))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                writer = SyncedWriter(file)
                 writers.append(writer)
                 places.update(lay_out(writer, entries))
             _write_values(places, values)
             for writer in writers:
                 writer.finish()
-        for path, part in temporary.items():
-            part.replace(path)
+            yield temporary
     finally:
         for part in temporary.values():
             part.unlink(missing_ok=True)

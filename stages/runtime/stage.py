@@ -94,7 +94,9 @@ def run(
         loop = TrainingLoop(engine, batches, config, evaluated)
         origin = _fill(config, graph, engine, loop, batches, surroundings.state)
         if config.export.initial:
-            export_initial(Path(config.export.initial), graph, config.seed)
+            export_initial(
+                Path(config.export.initial), graph, config.seed, shard_bytes=config.export.shard_bytes
+            )
         ending = _listen(config, costs, engine, loop, batches, surroundings, origin, started_ns)
         with ExitStack() as stack:
             if surroundings.reports:
@@ -104,7 +106,12 @@ def run(
             _train(loop, surroundings.request, ending)
         try:
             if config.export.final:
-                export_weights(Path(config.export.final), graph, engine.weights())
+                export_weights(
+                    Path(config.export.final),
+                    graph,
+                    engine.weights(),
+                    shard_bytes=config.export.shard_bytes,
+                )
         except Stopped as stop:
             # the export is absent then; what was trained is not to be lost
             raise ending.end(config.steps) from stop

@@ -278,3 +278,37 @@ def test_a_dtype_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
     graph, weights = graph_of(model)
     with pytest.raises(ValueError, match="complex128"):
         export_weights(tmp_path, graph, weights)
+
+
+def test_at_no_moment_is_a_mixture_of_two_exports_readable(
+    mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any renaming, a reader finds no entry file, or one whose files are all of one export."""
+    folder = tmp_path / "weights"
+    graph, weights = graph_of(mixed)
+    export_weights(folder, graph, weights, shard_bytes=1)
+    old = {path.name: path.read_bytes() for path in folder.iterdir()}
+    replace = Path.replace
+    seen = []
+
+    def watched(part: Path, target: Path) -> Path:
+        result = replace(part, target)
+        entry = folder / "model.safetensors.index.json"
+        shards = list(folder.glob("model-*.safetensors"))
+        changed = [path for path in shards if path.read_bytes() != old.get(path.name)]
+        seen.append(entry.exists())
+        assert not entry.exists() or len(changed) in (0, len(shards))
+        return result
+
+    monkeypatch.setattr(Path, "replace", watched)
+    others = [(item, ~tensor if tensor.dtype is torch.bool else tensor + 1) for item, tensor in weights]
+    export_weights(folder, graph, others, shard_bytes=1)
+    assert seen[-1]
+    assert not all(seen)
+
+
+def test_what_a_killed_export_left_is_removed(mixed: Mixed, tmp_path: Path) -> None:
+    left = tmp_path / ".model.safetensors.1.part"
+    left.touch()
+    export_weights(tmp_path, *graph_of(mixed))
+    assert not left.exists()

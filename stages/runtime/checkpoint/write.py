@@ -22,7 +22,7 @@ from stages.artifacts.errors import StorageError
 from stages.region import memory
 from stages.runtime.checkpoint.leftovers import held
 from stages.runtime.homes import HeldTensor, Homes
-from stages.runtime.safetensors_writer import Entry, Place, SyncedWriter, check_dtype, lay_out
+from stages.runtime.safetensors_writer import Entry, Place, SyncedWriter, check_dtype, lay_out, sync_folder
 
 MANIFEST = "checkpoint.json"
 #: bytes of one file at most, unless a single tensor is larger
@@ -49,7 +49,7 @@ def save(folder: Path, homes: Homes, record: Checkpoint, *, shard_bytes: int = S
                 stack.enter_context(held(folder))
                 folder.rename(old)
             part.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         raise StorageError(
             f"cannot write the training state to {folder}: {error.strerror or error}. Free space there or "
@@ -83,7 +83,7 @@ def _write(part: Path, homes: Homes, record: Checkpoint, shard_bytes: int) -> No
     progress = msgspec.structs.replace(record.progress, peak_bytes=peak)
     complete = msgspec.structs.replace(record, tensors=stored, progress=progress)
     envelope.save(part / MANIFEST, seal(complete))
-    _sync_folder(part)
+    sync_folder(part)
 
 
 def _cut(tensors: Sequence[HeldTensor], shard_bytes: int) -> list[list[HeldTensor]]:
@@ -116,12 +116,3 @@ def _stream(homes: Homes, tensor: HeldTensor, place: Place) -> str:
         digest.update(piece)
         done += piece.nbytes
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Names in the folder survive a power failure afterwards."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
