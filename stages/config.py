@@ -267,12 +267,14 @@ class RunConfig:
     steps: int = 20
     seed: int = 0
     store: str = ""
+    log: str = "csv"  # csv | tensorboard (as well)
     resume: str = ""  # a checkpoint, or a folder of them: its newest
 
     def __post_init__(self) -> None:
         if self.budget not in (MISSING, CURVE):
             parse_size(self.budget, "budget")
         _require_one_of("precision", self.precision, PRECISIONS)
+        _require_one_of("log", self.log, ("csv", "tensorboard"))
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
         micro_batches, auto = self.train.micro_batches, self.solver.micro_batches == "auto"
         fits = micro_batches <= self.data.batch_size

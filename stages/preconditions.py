@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from pathlib import Path
 
 from stages.artifacts.errors import ConfigError, DataError
@@ -90,6 +91,35 @@ def _require(exists: bool, key: str, path: str, expected: str) -> None:
     if not exists:
         raise DataError(
             f"{key}={path} does not exist; expected {expected}", key=key, found=path, expected=expected
+        )
+
+
+def require_log(config: RunConfig) -> None:
+    """Raises:
+    ConfigError: `log` asks for a package that is not installed.
+    """
+    if config.log == "tensorboard" and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "log=tensorboard needs the package tensorboard, which is not installed; install it with "
+            "`pip install tensorboard`, or leave log out (losses.csv has the same numbers)",
+            key="log",
+            found="no package tensorboard",
+            expected="tensorboard, installed",
+        )
+
+
+def require_evaluation_data(config: RunConfig) -> None:
+    """Raises:
+    ConfigError: `eval.path` names data that no evaluation would read.
+    """
+    if config.eval.path and (config.data.name == "random" or not config.eval.every):
+        why = "data=random reads no files" if config.data.name == "random" else "eval.every is 0"
+        raise ConfigError(
+            f"eval.path={config.eval.path} has no effect: {why}. Leave it out, or give data=text or "
+            f"data=tokens with eval.every above 0",
+            key="eval.path",
+            found=config.eval.path,
+            expected="nothing here",
         )
 
 

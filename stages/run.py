@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,9 @@ from stages.preconditions import (
     require_checkpoint,
     require_data,
     require_device,
+    require_evaluation_data,
     require_host_tier,
+    require_log,
 )
 from stages.process import (
     EVALUATION,
@@ -44,6 +47,7 @@ from stages.process import (
     stage_command,
     stage_environment,
 )
+from stages.report.tensorboard import following
 from stages.runtime.scratch import ScratchFolder
 from stages.stopping import ALL, Stopped, die_with_parent, ending_by_exception, exit_code_of
 
@@ -233,12 +237,19 @@ class Pipeline:
                 stage, self.composed, self.run_folder, inputs=inputs, outputs=outputs, key=key
             )
         pool = self.pool.library if stage in MODEL_STAGES else None
-        code = run_child(command, stage_environment(self.config, pool), finishes=stage == "runtime")
+        environment = stage_environment(self.config, pool)
+        with self._logging(stage):
+            code = run_child(command, environment, finishes=stage == "runtime")
         if code != 0 and code not in may_end:
             self._explain(stage, code)
             raise StageFailedError(exit_code(code))
         say(f"{stage}: done in {time.monotonic() - begin:.1f} s")
         return code
+
+    def _logging(self, stage: str) -> AbstractContextManager[None]:
+        if stage != "runtime" or self.config.log != "tensorboard":
+            return nullcontext()
+        return following(self.run_folder, stage_environment(self.config))
 
     def _explain(self, stage: str, code: int) -> None:
         """A refusal has explained itself; any other end is described here."""
@@ -290,6 +301,8 @@ def _run_composed(arguments: list[str]) -> int:
         if parsed.only in ("", "runtime") and not config.wants_curve:
             require_data(config)
             require_checkpoint(config)
+            require_evaluation_data(config)
+            require_log(config)
         budget = "all budgets" if config.wants_curve else f"budget {format_size(config.budget_bytes)}"
         say(f"{config.model.name}, {budget}, {config.precision}, run folder {run_folder}")
         store = Store(Path(config.store) if config.store else None)
