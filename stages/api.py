@@ -8,6 +8,8 @@ with stages.offload(model, {"input_ids": ids, "labels": ids}, "2GB", lr=1e-4) as
 
 from __future__ import annotations
 
+import glob
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -82,7 +84,6 @@ class Session:
         self.plan = plan
         self._graph = prepared.graph
         self._structure = prepared.structure
-        self._learning_rate = prepared.config.optimizer.lr
         self._output = prepared.output
         self._evaluates = prepared.evaluation is not None
         evaluation = None if prepared.evaluation is None else prepared.evaluation[0]
@@ -109,8 +110,21 @@ class Session:
 
     def step_in_full(self, batch: Batch, *, lr: float | None = None) -> StepResult:
         """As `step`, with gradient norm, skip and timeline."""
-        rate = self._learning_rate if lr is None else lr
-        return self._open_engine().step(self._structure.tensors(batch, self._graph.inputs), rate)
+        engine = self._open_engine()
+        return self._noted(engine.step(self._structure.tensors(batch, self._graph.inputs), lr))
+
+    def _noted(self, result: StepResult) -> StepResult:
+        """Tells schedulers of the update."""
+        if not result.skipped:
+            self.optimizer.step()
+        return result
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """For torch's schedulers, and to change settings: `param_groups` as configured, those of what no
+        pattern matches last. It holds no tensors; the session makes the updates.
+        """
+        return self._open_engine().optimizer
 
     def step_over(self, batches: Sequence[Batch], *, lr: float | None = None) -> StepResult:
         """One update from several batches, whose losses count equally, as from so many calls of
@@ -120,7 +134,7 @@ class Session:
             DataError: The first batch does not fit the plan; nothing has changed then.
         """
         named = [self._structure.tensors(batch, self._graph.inputs) for batch in batches]
-        return self._open_engine().step_over(named, self._learning_rate if lr is None else lr)
+        return self._noted(self._open_engine().step_over(named, lr))
 
     def backward(self, batch: Batch, weight: float = 1.0) -> float:
         """Forward and backward of `loss * weight`; gradients add up until `apply`. The loss itself.
@@ -137,7 +151,7 @@ class Session:
         Raises:
             StageError: There was no backward since the last update.
         """
-        return self._open_engine().apply(self._learning_rate if lr is None else lr)
+        return self._noted(self._open_engine().apply(lr))
 
     def evaluate(self, batch: Batch) -> float:
         """The loss in evaluation mode, without gradients.
@@ -220,7 +234,8 @@ def prepare(
     batch: Batch,
     *,
     precision: str = "fp32",
-    optimizer: str = "adamw",
+    optimizer: str | torch.optim.Optimizer = "adamw",
+    param_groups: Sequence[Mapping[str, Any]] = (),
     lr: float = 1e-3,
     optimizer_arguments: Mapping[str, Any] | None = None,
     solver: str = "greedy_async",
@@ -241,7 +256,10 @@ def prepare(
 
     Args:
         precision: "fp32" | "bf16" | "fp16".
-        optimizer: "adamw", "adam", "sgd", "adagrad", or a class by import path.
+        optimizer: "adamw", "adam", "sgd", "adagrad", a class by import path, or a new torch optimizer of
+            the model's parameters: its class, settings and groups are taken.
+        param_groups: As `optimizer.groups` of the command: each with a `pattern` of parameter names and
+            settings of its own.
         optimizer_arguments: What the optimizer takes beside lr: betas, eps, weight_decay (0.01 for
             adamw and 0 for all others, as for the command), ...
         evaluate: Whether `Session.evaluate` will be used; the model is then traced in that mode too.
@@ -269,7 +287,11 @@ def prepare(
         data=DataConfig(name="random", batch_size=max(1, micro_batches)),
         train=TrainConfig(micro_batches, loss, accumulate, max_grad_norm, skip_limit),
         loss_scale=LossScaleConfig(**(loss_scale or {})),
-        optimizer=optimizer_settings(optimizer, lr, optimizer_arguments or {}),
+        optimizer=(
+            optimizer_settings(optimizer, lr, optimizer_arguments or {}, param_groups)
+            if isinstance(optimizer, str)
+            else settings_of_instance(optimizer, model)
+        ),
         solver=SolverConfig(name=solver),
         device=DeviceConfig(name="cpu", threads=threads),
         tiers=TiersConfig(disk=disk),
@@ -315,7 +337,9 @@ def offload(model: nn.Module, batch: Batch, budget: str | int, **settings: Any) 
 _OPTIMIZER_FIELDS = ("betas", "eps", "weight_decay", "momentum")
 
 
-def optimizer_settings(name: str, lr: float, arguments: Mapping[str, Any]) -> OptimizerConfig:
+def optimizer_settings(
+    name: str, lr: float, arguments: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()
+) -> OptimizerConfig:
     """The configuration that the command would compose for this optimizer.
 
     Raises:
@@ -325,7 +349,50 @@ def optimizer_settings(name: str, lr: float, arguments: Mapping[str, Any]) -> Op
     rest = {key: value for key, value in arguments.items() if key not in named}
     decays = name.lower().rpartition(".")[2] == "adamw"
     named.setdefault("weight_decay", 0.01 if decays else 0.0)
-    return OptimizerConfig(name=name, lr=lr, arguments=rest, **named)
+    return OptimizerConfig(name=name, lr=lr, arguments=rest, groups=[dict(item) for item in groups], **named)
+
+
+def settings_of_instance(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerConfig:
+    """The configuration of an optimizer that was made for the model and has made no step.
+
+    Raises:
+        ConfigError: It has state, or parameters that are not the model's, or leaves out some that train.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    missing = [name for parameter, name in names.items() if parameter.requires_grad]
+    known = {names.get(parameter) for parameter in held}
+    problem = "state already" if optimizer.state else ""
+    problem = problem or ("parameters that are not the model's" if None in known else "")
+    left = next((name for name in missing if name not in known), "")
+    problem = problem or (f"no {left}, which trains" if left else "")
+    if problem:
+        raise ConfigError(
+            f"the optimizer has {problem}; expected a new one of all parameters that train (freeze others)",
+            key="optimizer",
+            found=problem,
+        )
+    kind = type(optimizer)
+    path = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim.") else ""
+    # what only a group of the class has (a scheduler's notes) is not an argument
+    taken = [key for key in inspect.signature(kind).parameters if key not in ("params", "lr")]
+    groups = []
+    for group in optimizer.param_groups:
+        patterns = [glob.escape(names[parameter]) for parameter in group["params"]]
+        settings = {key: _as_written(group[key]) for key in taken if group.get(key) is not None}
+        pattern = patterns or ["an empty group"]
+        groups.append({"pattern": pattern, "optional": not patterns, "lr": float(group["lr"]), **settings})
+    return OptimizerConfig(
+        name=path or f"{kind.__module__}.{kind.__qualname__}",
+        lr=float(optimizer.defaults["lr"]),
+        weight_decay=0.0,
+        arguments={"fused": False} if path and "fused" in taken and not optimizer.defaults["fused"] else {},
+        groups=groups,
+    )
+
+
+def _as_written(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _in_this_process(costs: Costs) -> Costs:

@@ -129,6 +129,9 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     momentum: float = 0.0
     arguments: dict[str, Any] = field(default_factory=dict)  # anything else that the class takes
+    #: each with a `pattern` of parameter names (or a list of them) and settings of its own; `optional: true`
+    #: where it may match none. The first that matches counts; what none matches makes the last group
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "optimizer.name", self.name, "adamw, adam, sgd or a class by name")
@@ -138,6 +141,11 @@ class OptimizerConfig:
             _require(in_range, f"optimizer.{key}", value, "a finite number, at least 0")
         in_range = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _require(in_range, "optimizer.betas", self.betas, "two numbers from 0 up to, not including, 1")
+        for number, group in enumerate(self.groups):
+            key = f"optimizer.groups[{number}]"
+            _require(bool(group.get("pattern")), key, group, "a pattern of parameter names, and settings")
+            fixed = [name for name in ("name", "groups", "arguments") if name in group]
+            _require(not fixed, key, group, "settings by their own names; all groups share one optimizer")
 
 
 @dataclass
@@ -258,6 +266,7 @@ class RunConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -21,7 +21,7 @@ from stages.artifacts.errors import ConfigError
 from stages.config import CURVE, RunConfig, parse_size
 from stages.hardware import SIZE_FIELDS as HARDWARE_SIZES
 
-GROUPS = ("model", "data", "optimizer", "solver", "device", "hardware", "experiment", "sweep")
+GROUPS = ("model", "data", "optimizer", "scheduler", "solver", "device", "hardware", "experiment", "sweep")
 #: groups that change the whole configuration and have no section of their own
 GLOBAL_GROUPS = ("experiment", "sweep")
 SIZE_KEYS = (

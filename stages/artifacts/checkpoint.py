@@ -51,6 +51,8 @@ class Progress(Struct, frozen=True):
     #: what the plan of the first step predicted
     predicted_peak_bytes: Natural
     predicted_step_ns: Natural
+    learning_rates: list[list[str]] = []  # of each param group, as repr gives them
+    loss_scales: list[float] = []
 
 
 class Checkpoint(Struct, frozen=True):
@@ -72,6 +74,8 @@ class Checkpoint(Struct, frozen=True):
     tensors: list[StoredTensor]
     #: names the placement under which it was written, to tell whether another plan goes on
     placement: str = ""
+    #: batches of each step
+    accumulate: Natural = 1
     #: over all else, so that no altered number goes unnoticed
     digest: str = ""
 

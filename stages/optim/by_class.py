@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -40,6 +41,15 @@ class ClassKernel(UpdateKernel):
         self.implementation = f"{module}.{optimizer.__qualname__}"
         self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], list[StateEntry]] = {}
         probe.check_independent(optimizer, arguments)
+
+    def settings(self) -> dict[str, Any]:
+        probed = probe.construct(self._class, [probe.parameter()], 1e-3, self._arguments)
+        return {key: value for key, value in probed.defaults.items() if key != "lr"}
+
+    def with_settings(self, changed: Mapping[str, Any]) -> UpdateKernel:
+        other = copy(self)
+        other._arguments = {**self._arguments, **changed}
+        return other
 
     def state_specs(self, shape: Sequence[int], dtype: str = "float32") -> list[StateSpec]:
         """As in the base class. Makes a parameter of that shape and its state, for a moment."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from stages.artifacts.costs import StateSpec
+from stages.artifacts.errors import ConfigError
 from stages.optim.kernel import UpdateKernel
 
 _ATEN = torch.ops.aten
@@ -26,6 +29,25 @@ class FusedKernel(UpdateKernel):
     chunkable = True
     state_names: tuple[str, ...] = ()
     initial: float = 0.0
+    _settings: Any
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self._settings)
+
+    def with_settings(self, changed: Mapping[str, Any]) -> UpdateKernel:
+        for key in ("momentum", "amsgrad"):
+            before = getattr(self._settings, key, None)
+            if key in changed and bool(changed[key]) != bool(before):
+                raise ConfigError(
+                    f"{key} becomes {changed[key]} during training, for which no state was planned with "
+                    f"{before}; set optimizer.{key} from the start, or keep the scheduler from changing it",
+                    key=f"optimizer.{key}",
+                    found=str(changed[key]),
+                    expected=str(before),
+                )
+        other = copy(self)
+        other._settings = replace(self._settings, **changed)
+        return other
 
     def state_specs(self, shape: Sequence[int], dtype: str = "float32") -> list[StateSpec]:
         return [StateSpec(name, math.prod(shape), dtype) for name in self.state_names]

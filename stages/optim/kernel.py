@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +25,22 @@ class UpdateKernel(ABC):
     #: "fused_adamw", "torch.optim.Adafactor", ...
     implementation: str
     chunkable: bool
+
+    def of(self, name: str) -> UpdateKernel:
+        """The update of a parameter: this one, for all of them (see `stages.optim.groups`)."""
+        return self
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What a param group of this optimizer holds beside its parameters and lr."""
+
+    @abstractmethod
+    def with_settings(self, changed: Mapping[str, Any]) -> UpdateKernel:
+        """The same update with some settings changed, on the same state.
+
+        Raises:
+            ConfigError: They would need another state.
+        """
 
     @abstractmethod
     def state_specs(self, shape: Sequence[int], dtype: str = "float32") -> list[StateSpec]:

@@ -86,6 +86,11 @@ def _train(
     return [parameter.detach() for parameter in parameters], remembered
 
 
+def parameter() -> torch.nn.Parameter:
+    """One that every class takes."""
+    return torch.nn.Parameter(_numbers(0))
+
+
 def _numbers(seed: int) -> torch.Tensor:
     """Numbers that look random without drawing any."""
     count = _SHAPE[0] * _SHAPE[1]

@@ -34,7 +34,18 @@ def losses_csv(summary: Summary) -> str:
             for entries in (summary.grad_norms, summary.step_times_s, summary.step_peak_bytes)
         )
         peak = None if peak_bytes is None else int(peak_bytes)
-        lines.append(losses_line(index + 1, loss, norm, time_s, peak, skipped=index + 1 in skipped))
+        lines.append(
+            losses_line(
+                index + 1,
+                loss,
+                norm,
+                time_s,
+                peak,
+                skipped=index + 1 in skipped,
+                learning_rates=summary.learning_rates[index] if index < len(summary.learning_rates) else (),
+                loss_scale=_at(summary.loss_scales, index),
+            )
+        )
     return "".join(lines)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer, Instruction
-from stages.optim.kernel import UpdateKernel
+from stages.optim.groups import Rates
 from stages.optim.norms import PIECE_ELEMENTS, gradient_norm
 from stages.region import autograd
 from stages.region.interpreter import RegionFunction
@@ -34,7 +34,8 @@ from stages.runtime.state import (
 class StepSettings:
     """What may change between steps."""
 
-    learning_rate: float
+    #: None: nothing is updated
+    rates: Rates | None = None
     loss_scale: float = 1.0
     #: by which clipping multiplies every unscaled gradient
     factor: float = 1.0
@@ -48,7 +49,6 @@ class Compute:
     Args:
         graph: Training or evaluation graph.
         state: Weights and buffers, shared by both graphs.
-        kernel: The optimizer's update.
         constants: Tensors of this graph alone. The evaluation graph numbers its constants anew, so
             that a name may stand for another value in the training graph.
     """
@@ -57,13 +57,11 @@ class Compute:
         self,
         graph: g.RegionGraph,
         state: TrainingState,
-        kernel: UpdateKernel,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._graph = graph
         self._constants = dict(constants or {})
         self._state = state
-        self._kernel = kernel
         device = torch.device("cpu")
         self._functions = [RegionFunction(graph, region, device) for region in graph.regions]
         self._value_requires_grad = {value.name for value in graph.values if value.requires_grad}
@@ -71,7 +69,7 @@ class Compute:
         self._region_index = {region.name: index for index, region in enumerate(graph.regions)}
         self._seeded_somewhere = frozenset[str]().union(*self._seeded)
         self.step = StepState()
-        self.settings = StepSettings(learning_rate=0.0)
+        self.settings = StepSettings()
 
     def begin(self, batches: Sequence[MicroBatch], settings: StepSettings, *, further: bool = False) -> None:
         """Takes a batch.
@@ -290,14 +288,15 @@ class Compute:
         parameter = self._state.parameters[name]
         shape, stride = integers(parameter.spec.shape), integers(parameter.spec.stride)
         count = self._state.update_counts.get(name, 0) + 1
-        rate = self.settings.learning_rate
+        assert self.settings.rates is not None, f"update of {name} in a phase that updates nothing"
+        kernel, rate = self.settings.rates.of(name)
         factor = self.settings.factor
         if master is None:
             if factor != 1.0:
                 gradient = gradient * factor  # in place, it might scale another parameter's too
-            self._kernel.update(weight, gradient, states, count, rate, shape=shape, stride=stride)
+            kernel.update(weight, gradient, states, count, rate, shape=shape, stride=stride)
             return
-        self._kernel.update_low_precision(
+        kernel.update_low_precision(
             weight,
             master,
             gradient,

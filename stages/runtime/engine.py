@@ -12,7 +12,7 @@ from stages.artifacts import graph as g
 from stages.artifacts.errors import ConfigError, StageError
 from stages.artifacts.plan import Buffer, Instruction, Phase, Plan
 from stages.artifacts.timeline import Event
-from stages.optim.kernel import UpdateKernel
+from stages.optim.groups import Groups, PlannedOptimizer, Rates
 from stages.optim.norms import total_norm
 from stages.optim.scaler import LossScaler
 from stages.region.initial import literal_constants
@@ -38,6 +38,7 @@ class StepResult:
     grad_norm: of the unscaled gradients before they were clipped; None when the step was skipped.
     non_finite: parameters with inf or nan in their gradient, in the order of the backward.
     loss_scale: that the gradients were made with; 1 where there is none.
+    learning_rates: of each param group, used or, where the step was skipped, left unused.
     """
 
     loss: float
@@ -45,6 +46,7 @@ class StepResult:
     skipped: bool
     non_finite: tuple[str, ...] = ()
     loss_scale: float = 1.0
+    learning_rates: tuple[float, ...] = ()
     events: list[Event] = field(default_factory=list)
     moved_bytes: dict[str, int] = field(default_factory=dict)  # "read", "write"
 
@@ -55,7 +57,7 @@ class Engine:
     Args:
         graph: The traced model.
         plan: A verified plan for it.
-        kernel: The optimizer's update.
+        kernel: The optimizer's update of each param group.
         disk: The scratch file of `plan.disk_bytes`; None where the plan moves nothing.
         lanes: Who carries out transfers.
         poison: Whether memory that the plan calls free or not yet filled is overwritten with NaN and
@@ -72,7 +74,7 @@ class Engine:
         self,
         graph: g.RegionGraph,
         plan: Plan,
-        kernel: UpdateKernel,
+        kernel: Groups,
         disk: DiskFile | None,
         lanes: LaneSet,
         evaluation: g.RegionGraph | None = None,
@@ -84,18 +86,17 @@ class Engine:
         self.graph = graph
         self._guard = Guard(graph, plan, train or TrainConfig(), loss_scale)
         self.plan = plan
-        self._kernel = kernel
+        #: settings of each group, which schedulers change
+        self.optimizer = PlannedOptimizer(kernel)
         self._lanes = lanes
         self._arena = Arena(plan.arena_bytes)
         self._state = TrainingState(graph, plan, self._arena)
         self._placing = Placing(graph, self._state, kernel, disk)
         self._disk = disk
         self._transfers = None if disk is None else transfers.Transfers(self._state, disk)
-        self._training = Compute(graph, self._state, kernel)
+        self._training = Compute(graph, self._state)
         self._evaluation = (
-            None
-            if evaluation is None
-            else Compute(evaluation, self._state, kernel, literal_constants(evaluation))
+            None if evaluation is None else Compute(evaluation, self._state, literal_constants(evaluation))
         )
         self._slicer = Slicer(graph, plan.placement.micro_batches, plan.loss)
         self._phases = {phase.name: phase for phase in plan.phases}
@@ -157,11 +158,12 @@ class Engine:
         """What stands between gradients and their update."""
         return self._guard
 
-    def step(self, batch: Mapping[str, torch.Tensor], learning_rate: float) -> StepResult:
+    def step(self, batch: Mapping[str, torch.Tensor], learning_rate: float | None = None) -> StepResult:
         """One training step on one batch: forward, backward, update.
 
         Args:
             batch: Every input by name, sizes at most those planned.
+            learning_rate: Of all groups; None: what `optimizer` has.
 
         Raises:
             DataError: The batch does not fit the plan; nothing has changed then.
@@ -169,11 +171,14 @@ class Engine:
         """
         return self.step_over([batch], learning_rate)
 
-    def step_over(self, batches: Sequence[Mapping[str, torch.Tensor]], learning_rate: float) -> StepResult:
+    def step_over(
+        self, batches: Sequence[Mapping[str, torch.Tensor]], learning_rate: float | None = None
+    ) -> StepResult:
         """One step on several batches, whose losses count equally; raises as `step`."""
+        rates = self.optimizer.rates(learning_rate)
         for batch in batches:
-            self._backward(batch, 1.0 / len(batches), learning_rate)
-        return self._apply(learning_rate)
+            self._backward(batch, 1.0 / len(batches), rates)
+        return self._apply(rates)
 
     def backward(self, batch: Mapping[str, torch.Tensor], weight: float = 1.0) -> float:
         """Forward and backward of `loss * weight`; gradients add up until `apply`. The loss, unweighted.
@@ -188,9 +193,9 @@ class Engine:
                 "accumulate above 1",
                 key="train.accumulate",
             )
-        return self._backward(batch, weight, 0.0)
+        return self._backward(batch, weight, None)
 
-    def apply(self, learning_rate: float) -> StepResult:
+    def apply(self, learning_rate: float | None = None) -> StepResult:
         """The update from what `backward` has added up.
 
         Raises:
@@ -199,9 +204,9 @@ class Engine:
         """
         if not self._calls:
             raise StageError("an update without gradients; expected at least one backward call before it")
-        return self._apply(learning_rate)
+        return self._apply(self.optimizer.rates(learning_rate))
 
-    def _backward(self, batch: Mapping[str, torch.Tensor], weight: float, learning_rate: float) -> float:
+    def _backward(self, batch: Mapping[str, torch.Tensor], weight: float, rates: Rates | None) -> float:
         self._guard.require_sound()
         further = self._calls > 0
         if further and "accumulate" not in self._phases:
@@ -213,7 +218,7 @@ class Engine:
                 expected="1",
             )
         bound = sizes.bind(self.graph, batch)
-        settings = StepSettings(learning_rate, self._guard.scale, whole_norms=self.plan.clips)
+        settings = StepSettings(rates, self._guard.scale, whole_norms=self.plan.clips)
         cut = self._slicer.cut(batch, bound, self._training.lookup)
         slices = [replace(item, weight=item.weight * weight) for item in cut]
         self._training.begin(slices, settings, further=further)
@@ -231,19 +236,21 @@ class Engine:
             if not item.empty
         )
 
-    def _apply(self, learning_rate: float) -> StepResult:
+    def _apply(self, rates: Rates) -> StepResult:
         """The update, unless a gradient forbids it."""
         step, guard = self._training.step, self._guard
         non_finite, scale = tuple(step.non_finite), guard.scale
         norm = total_norm(self._in_order(step.norms)) / scale
         if "update" in self._phases and not non_finite:
-            self._training.settings = StepSettings(learning_rate, scale, guard.factor(norm))
+            self._training.settings = StepSettings(rates, scale, guard.factor(norm))
             self._events += self._run("update", self._training)
-        result = self._finish(non_finite, None if non_finite else float(norm), scale)
+        result = self._finish(non_finite, None if non_finite else float(norm), scale, rates)
         guard.take(non_finite)
         return result
 
-    def _finish(self, non_finite: tuple[str, ...], norm: float | None, scale: float) -> StepResult:
+    def _finish(
+        self, non_finite: tuple[str, ...], norm: float | None, scale: float, rates: Rates
+    ) -> StepResult:
         step, events, loss = self._training.step, self._events, self._total_loss
         if not non_finite:
             for name in step.norms:
@@ -253,7 +260,9 @@ class Engine:
         }
         self._training.end()
         self._events, self._total_loss, self._calls = [], 0.0, 0
-        return StepResult(loss, norm, bool(non_finite), non_finite, scale, events, moved)
+        return StepResult(
+            loss, norm, bool(non_finite), non_finite, scale, rates.learning_rates, events, moved
+        )
 
     def _require_no_gradients(self, what: str) -> None:
         """Raises:
@@ -294,7 +303,7 @@ class Engine:
         self._require_no_gradients("an evaluation")
         self._started_ns = time.perf_counter_ns()
         bound = sizes.bind(self._evaluation.graph, batch)
-        self._evaluation.begin([MicroBatch(dict(batch), bound)], StepSettings(learning_rate=0.0))
+        self._evaluation.begin([MicroBatch(dict(batch), bound)], StepSettings())
         self._run("evaluate", self._evaluation)
         micro = self._evaluation.step.micro[0]
         self._evaluation.end()

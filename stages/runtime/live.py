@@ -89,4 +89,6 @@ def _line(history: History, index: int) -> str:
         history.step_times_s[index],
         history.step_peak_bytes[index],
         skipped=step in history.skipped_steps,
+        learning_rates=history.learning_rates[index] if index < len(history.learning_rates) else (),
+        loss_scale=history.loss_scales[index] if index < len(history.loss_scales) else None,
     )

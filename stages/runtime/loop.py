@@ -11,6 +11,7 @@ import torch
 
 from stages.artifacts.timeline import Event, Timeline
 from stages.config import RunConfig
+from stages.optim.schedule import make_schedule
 from stages.region import memory
 from stages.runtime.data import Batches
 from stages.runtime.engine import Engine, StepResult
@@ -55,6 +56,8 @@ class TrainingLoop:
         self.history = History()
         self.listeners: list[Callable[[int, StepResult], None]] = []
         self._events: list[Event] = []
+        self._schedule = make_schedule(config.scheduler, engine.optimizer, config.steps)
+        engine.optimizer.rates()  # refuses what the planned state does not allow
         #: largest resident memory between steps: imports, initial values, evaluation, saving
         self.peak_between_bytes = 0
         #: steps before those of this process
@@ -73,6 +76,11 @@ class TrainingLoop:
         self.peak_between_bytes = peak_bytes
         self.history = history
         self.steps_before = len(history.losses)
+        skipped = set(history.skipped_steps)
+        made = [loss for step, loss in enumerate(history.losses, start=1) if step not in skipped]
+        self._schedule.replay(made)
+        while self.steps_before - self._engine.guard.skipped_in_a_row in skipped:
+            self._engine.guard.skipped_in_a_row += 1
         torch.set_rng_state(random_state)
 
     def run(self) -> None:
@@ -88,7 +96,9 @@ class TrainingLoop:
         memory.reset_peak()
         started = time.monotonic()
         batches = [self._batches.next() for _ in range(self._config.train.accumulate)]
-        result = self._engine.step_over(batches, self._config.optimizer.lr)
+        result = self._engine.step_over(batches)
+        if not result.skipped:
+            self._schedule.advance(result.loss)
         elapsed = time.monotonic() - started
         peak = memory.peak_resident_bytes()
         self._record(step, result, elapsed, peak)
@@ -105,6 +115,7 @@ class TrainingLoop:
         history.step_peak_bytes.append(peak)
         history.moved_bytes.append(result.moved_bytes)
         history.loss_scales.append(result.loss_scale)
+        history.learning_rates.append(list(result.learning_rates))
         self._events = result.events
         if result.skipped:
             history.skipped_steps.append(step)

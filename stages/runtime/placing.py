@@ -8,7 +8,7 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer
-from stages.optim.kernel import UpdateKernel
+from stages.optim.groups import Groups
 from stages.region import operators
 from stages.runtime.state import TrainingState, flat, in_order_of, integers
 from stages.runtime.tiers.disk import DiskFile
@@ -25,7 +25,7 @@ class Placing:
     """
 
     def __init__(
-        self, graph: g.RegionGraph, state: TrainingState, kernel: UpdateKernel, disk: DiskFile | None
+        self, graph: g.RegionGraph, state: TrainingState, kernel: Groups, disk: DiskFile | None
     ) -> None:
         self._graph = graph
         self._state = state
@@ -70,11 +70,12 @@ class Placing:
         self, parameter: g.Parameter, shaped: torch.Tensor, whole: torch.Tensor, buffer: Buffer
     ) -> None:
         """The buffer's optimizer state for a parameter, given in its shape and flat."""
-        if not self._kernel.chunkable:
-            state = self._kernel.init_state(parameter.name, shaped)[buffer.state]
+        if not self._kernel.base.chunkable:
+            state = self._kernel.of(parameter.name).init_state(parameter.name, shaped)[buffer.state]
             self._put(buffer, state.reshape(-1), lambda piece: piece)
             return
-        self._put(buffer, whole, lambda piece: self._kernel.init_state(parameter.name, piece)[buffer.state])
+        kernel = self._kernel.of(parameter.name)
+        self._put(buffer, whole, lambda piece: kernel.init_state(parameter.name, piece)[buffer.state])
 
     def _buffers(self, name: str, role: str) -> list[Buffer]:
         return self._homes.get((name, role), [])

@@ -21,7 +21,7 @@ from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig
-from stages.optim.make import make_kernel
+from stages.optim.groups import make_groups
 from stages.region import memory
 from stages.region.initial import iterate_initial
 from stages.runtime import reporting
@@ -248,7 +248,7 @@ def open_engine(
     Raises:
         StorageError: The disk tier has no room for `plan.disk_bytes`.
     """
-    kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    groups = make_groups(config.optimizer, graph.parameters, graph.precision)
     with ScratchFolder(config.tiers.folder) as folder:
         disk = DiskFile(folder, plan.disk_bytes) if plan.disk_bytes else None
         lanes = LaneSet.of_kind(config.runtime.lane)
@@ -256,7 +256,7 @@ def open_engine(
         engine = Engine(
             graph,
             plan,
-            kernel,
+            groups,
             disk,
             lanes,
             evaluation,

@@ -29,7 +29,7 @@ from stages.config import (
     TiersConfig,
     TrainConfig,
 )
-from stages.optim.make import make_kernel
+from stages.optim.groups import make_groups
 from stages.region.initial import decode_literal, iterate_initial
 from stages.runtime.stage import open_engine
 from stages.solve import stage as solve
@@ -140,7 +140,7 @@ def config_of(
 def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
     """Measured memory of the regions; links and optimizer as of a made-up machine, so that the plan
     does not depend on what else this one does."""
-    kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    kernel = make_groups(config.optimizer, graph.parameters, graph.precision)
     loss, _ = loss_for(config, graph)
     graph = graph_of_slice(graph, config.train.micro_batches)
     cases = representative_cases(graph)
@@ -155,8 +155,8 @@ def costs_of(graph: g.RegionGraph, config: RunConfig) -> Costs:
         regions=[measure_region(graph, case, PeakGauge()) for case in cases.values()],
         links=[LinkCost(name, 50_000, 10**9, 5 * 10**8) for name in ("disk_read", "disk_write")],
         optimizer=OptimizerCost(
-            implementation=kernel.implementation,
-            chunkable=kernel.chunkable,
+            implementation=kernel.base.implementation,
+            chunkable=kernel.base.chunkable,
             elements_per_s=10**8,
             latency_ns=10_000,
             states=state_specs(graph, kernel),
@@ -234,7 +234,7 @@ def train(
         for step in range(1, steps + 1):
             calls = range((step - 1) * config.train.accumulate, step * config.train.accumulate)
             used = [inputs_of(graph, batches[call % len(batches)]) for call in calls]
-            done = engine.step_over(used, LEARNING_RATE)
+            done = engine.step_over(used)
             result.losses.append(done.loss)
             result.norms.append(done.grad_norm)
             result.rng_states.append(torch.get_rng_state())

@@ -44,6 +44,7 @@ def describe(
         progress=_progress(loop, first),
         tensors=[],
         placement=placement_digest(engine.plan),
+        accumulate=config.train.accumulate,
     )
 
 
@@ -97,6 +98,7 @@ def check_configuration(manifest: Checkpoint, engine: Engine, config: RunConfig)
         ("optimizer.name", engine.plan.implementation, manifest.implementation),
         ("data.batch_size", data.batch_size, manifest.data.batch_size),
         ("data.seq_len", data.seq_len, manifest.data.seq_len),
+        ("train.accumulate", config.train.accumulate, manifest.accumulate),
         ("train.micro_batches", engine.plan.placement.micro_batches, manifest.micro_batches),
     )
     for key, found, expected in expectations:
@@ -162,6 +164,8 @@ def _progress(loop: TrainingLoop, first: tuple[int, int]) -> Progress:
         peak_bytes=max(loop.peak_bytes, memory.peak_resident_bytes()),
         predicted_peak_bytes=first[0],
         predicted_step_ns=first[1],
+        learning_rates=[[repr(rate) for rate in rates] for rates in history.learning_rates],
+        loss_scales=history.loss_scales,
     )
 
 
@@ -169,6 +173,7 @@ def _history(progress: Progress) -> History:
     try:
         losses = [float(loss) for loss in progress.losses]
         norms = [None if norm is None else float(norm) for norm in progress.grad_norms]
+        rates = [[float(rate) for rate in entry] for entry in progress.learning_rates]
         evaluations = [{k: float(v) for k, v in entry.items()} for entry in progress.evaluations]
     except ValueError as error:
         raise ArtifactError(f"the checkpoint's losses are no numbers: {error}", key="resume") from error
@@ -180,5 +185,7 @@ def _history(progress: Progress) -> History:
         step_peak_bytes=list(progress.step_peak_bytes),
         moved_bytes=list(progress.moved_bytes),
         evaluations=evaluations,
+        learning_rates=rates,
+        loss_scales=list(progress.loss_scales),
         tokens=progress.tokens,
     )

@@ -12,6 +12,7 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import OptimizerCost, StateSpec
+from stages.optim.groups import Groups
 from stages.optim.kernel import CHUNK_MULTIPLE, UpdateKernel
 from stages.optim.norms import gradient_norm
 from stages.region import operators
@@ -40,12 +41,18 @@ class _Subject:
 
 
 def measure_optimizer(
-    graph: g.RegionGraph, kernel: UpdateKernel, gauge: PeakGauge, *, room_bytes: int = 0
+    graph: g.RegionGraph,
+    kernel: UpdateKernel,
+    gauge: PeakGauge,
+    *,
+    room_bytes: int = 0,
+    groups: Groups | None = None,
 ) -> OptimizerCost:
     """Times updates of a chunk in memory, with the norm of its gradient that the runtime takes before,
     and of the smallest size for their latency.
 
     Args:
+        groups: Whose kernels may keep other state of their parameters; None: `kernel` has them all.
         room_bytes: What several chunks may take together; one is measured in any case.
     """
     large, small = _subjects(graph, kernel)
@@ -59,7 +66,7 @@ def measure_optimizer(
         chunkable=kernel.chunkable,
         elements_per_s=max(1, int(large.elements * 1e9 / spent_ns)),
         latency_ns=min(small_ns, large_ns // 2),
-        states=state_specs(graph, kernel),
+        states=state_specs(graph, groups or kernel),
         workspace_bytes_per_element=round(workspace_bytes / large.elements),
     )
 
@@ -122,10 +129,10 @@ def _update(kernel: UpdateKernel, subject: _Subject) -> Callable[[], None]:
     return low_precision
 
 
-def state_specs(graph: g.RegionGraph, kernel: UpdateKernel) -> dict[str, list[StateSpec]]:
+def state_specs(graph: g.RegionGraph, kernel: UpdateKernel | Groups) -> dict[str, list[StateSpec]]:
     """Specs per parameter; under bf16 and fp16 the optimizer works on the fp32 master."""
     return {
-        parameter.name: kernel.state_specs(
+        parameter.name: kernel.of(parameter.name).state_specs(
             _shape(parameter), "float32" if parameter.spec.dtype in _HALF_PRECISION else parameter.spec.dtype
         )
         for parameter in _trained(graph)

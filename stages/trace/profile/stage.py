@@ -20,7 +20,7 @@ from stages.artifacts.costs import Costs, RegionCost, SliceCosts
 from stages.artifacts.errors import ArtifactError, InfeasibleBudgetError
 from stages.artifacts.slicing import BATCH, graph_of_slice
 from stages.config import RunConfig
-from stages.optim.make import make_kernel
+from stages.optim.groups import make_groups
 from stages.region import memory
 from stages.region.interpreter import RegionFunction
 from stages.room import available_bytes
@@ -61,7 +61,7 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         RegionFunction(graph, region, torch.device("cpu"))  # refuses unknown operators before anything runs
     loss, inseparable = loss_for(config, graph)
     most, graph = graph, graph_of_slice(graph, config.train.micro_batches)
-    kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    groups = make_groups(config.optimizer, graph.parameters, graph.precision)
     idle_bytes = measure_training_process(Order(graph, config.optimizer, graph.precision, threads))
     gauge = PeakGauge()
     warm_up()
@@ -75,7 +75,7 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     # kernel caches and scratch memory that this model's operators leave in the process
     caches_bytes = max(0, _settled_bytes() - before)
     room = gauge.process_peak_bytes - _settled_bytes()
-    optimizer = measure_optimizer(graph, kernel, gauge, room_bytes=room)
+    optimizer = measure_optimizer(graph, groups.base, gauge, room_bytes=room, groups=groups)
     links = measure_links(
         _existing(config.tiers.folder), seconds=_LINKS_S, compute=_typical_work(graph, cases, regions)
     )

@@ -9,7 +9,7 @@ import torch
 from stages.artifacts import graph as g
 from stages.artifacts.costs import LinkCost, OptimizerCost
 from stages.config import HardwareConfig
-from stages.optim.kernel import UpdateKernel
+from stages.optim.groups import Groups
 from stages.trace.profile.optimizer import state_specs
 from stages.trace.profile.roofline.recorder import Kernel
 
@@ -62,10 +62,10 @@ def _link(name: str, latency_ns: float, alone_gb_s: float, both_gb_s: float) -> 
     return LinkCost(name, round(latency_ns), round(alone_gb_s * 1e9), round(min(alone_gb_s, both_gb_s) * 1e9))
 
 
-def optimizer_cost(graph: g.RegionGraph, kernel: UpdateKernel, hardware: HardwareConfig) -> OptimizerCost:
+def optimizer_cost(graph: g.RegionGraph, groups: Groups, hardware: HardwareConfig) -> OptimizerCost:
     """Updates are bound by device memory: gradient, weight or master and every state are read, the last
     two written, and under bf16 and fp16 the weight too."""
-    states = state_specs(graph, kernel)
+    kernel, states = groups.base, state_specs(graph, groups)
     trained = [p for p in graph.parameters if p.name in states]
     elements = sum(g.element_count(parameter.spec, {}) for parameter in trained)
     moved = sum(

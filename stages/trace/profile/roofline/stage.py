@@ -6,7 +6,7 @@ from stages.artifacts import graph as g
 from stages.artifacts.costs import Costs, RegionCost, SliceCosts
 from stages.artifacts.slicing import graph_of_slice
 from stages.config import RunConfig
-from stages.optim.make import make_kernel
+from stages.optim.groups import make_groups
 from stages.trace.profile.cuts import loss_for, numbers_of_slices
 from stages.trace.profile.roofline.attention import OPERATOR, gpu_attention
 from stages.trace.profile.roofline.rates import Roofline, links_of, optimizer_cost
@@ -28,7 +28,7 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     most, graph = graph, graph_of_slice(graph, config.train.micro_batches)
     rate = Roofline.of(hardware)
     stand_ins = {OPERATOR: gpu_attention(flash=hardware.flash_attention)}
-    kernel = make_kernel(config.optimizer.name, config.optimizer, graph.precision)
+    groups = make_groups(config.optimizer, graph.parameters, graph.precision)
 
     def regions(cut: g.RegionGraph) -> list[RegionCost]:
         return [region_cost(cut, case, rate, stand_ins) for case in representative_cases(cut).values()]
@@ -42,7 +42,7 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         stage_peak_bytes={},
         regions=regions(graph),
         links=links_of(hardware),
-        optimizer=optimizer_cost(graph, kernel, hardware),
+        optimizer=optimizer_cost(graph, groups, hardware),
         micro_batches=config.train.micro_batches,
         slices=[
             SliceCosts(count, regions(graph_of_slice(most, count)))
