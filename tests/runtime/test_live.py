@@ -43,7 +43,8 @@ def test_each_step_is_on_the_disk_before_the_next_begins(tmp_path: Path) -> None
         growing.evaluations.append({"step": 3.0, "loss": 2.5})
         live(3, RESULT)
         lines = (tmp_path / "losses.csv").read_text().splitlines()
-        assert lines[1:] == ["1,0.1,,0,0.25,7", "2,nan,,1,0.25,7", "3,0.3333333333333333,0.7,0,0.5,9"]
+        ends = ["1,0.1,,0,0.25,7,,", "2,nan,,1,0.25,7,,", "3,0.3333333333333333,0.7,0,0.5,9,,"]
+        assert lines[1:] == ends
         assert (tmp_path / "evaluations.csv").read_text() == "step,loss\n3,2.5\n"
 
 
