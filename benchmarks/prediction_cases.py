@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from benchmarks.processors import watch_others
 from stages.artifacts import envelope
 from stages.artifacts.costs import Costs
 from stages.artifacts.plan import Plan
@@ -148,20 +147,11 @@ class _Done:
 def _command(module: str, case: Case, folder: Path, work: Path, *settings: str) -> _Done:
     line = [sys.executable, "-m", module, *case.overrides, *settings, f"hydra.run.dir={folder}"]
     line += [f"store={work / 'store'}", f"tiers.disk={work / 'disk'}"]
-    before, started = _processor_s(), time.monotonic()
+    others = watch_others()
     done = subprocess.run(
         line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    after, elapsed = _processor_s(), time.monotonic() - started
+    others_share = others()
     if done.returncode != 0:
         raise CommandFailedError(f"{' '.join(line[1:])} ended with {done.returncode}:\n{done.stdout[-3000:]}")
-    others_s = (after[0] - before[0]) - (after[1] - before[1])
-    return _Done(done.stdout, min(1.0, max(0.0, others_s / elapsed / (os.cpu_count() or 1))))
-
-
-def _processor_s() -> tuple[float, float]:
-    """Processor seconds of all processes so far (/proc/stat), and of this one and its finished children."""
-    columns = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    ticks = sum(int(columns[index]) for index in (0, 1, 2, 5, 6, 7) if index < len(columns))
-    own = os.times()
-    return ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system + own.children_user + own.children_system
+    return _Done(done.stdout, others_share)
