@@ -17,12 +17,13 @@ STAGES = ROOT / "stages"
 ALLOWED = {
     "artifacts": set[str](),
     "region": {"artifacts"},
+    "device": {"artifacts", "region"},
     "optim": {"artifacts"},
     "models": {"artifacts"},
     "native": {"artifacts"},
-    "trace": {"artifacts", "region", "models", "optim"},
+    "trace": {"artifacts", "region", "device", "models", "optim"},
     "solve": {"artifacts"},
-    "runtime": {"artifacts", "region", "optim"},
+    "runtime": {"artifacts", "region", "device", "optim"},
     "report": {"artifacts"},
 }
 WITHOUT_TORCH = ("artifacts", "native", "solve", "report")

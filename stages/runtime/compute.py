@@ -11,6 +11,7 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer, Instruction
+from stages.device.interface import Device
 from stages.optim.groups import Rates
 from stages.optim.norms import PIECE_ELEMENTS, gradient_norm
 from stages.region import autograd
@@ -49,6 +50,7 @@ class Compute:
     Args:
         graph: Training or evaluation graph.
         state: Weights and buffers, shared by both graphs.
+        device: Where regions run.
         constants: Tensors of this graph alone. The evaluation graph numbers its constants anew, so
             that a name may stand for another value in the training graph.
     """
@@ -57,13 +59,14 @@ class Compute:
         self,
         graph: g.RegionGraph,
         state: TrainingState,
+        device: Device,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._graph = graph
-        self._constants = dict(constants or {})
+        self._device = device
+        self._constants = {name: tensor.to(device.target) for name, tensor in (constants or {}).items()}
         self._state = state
-        device = torch.device("cpu")
-        self._functions = [RegionFunction(graph, region, device) for region in graph.regions]
+        self._functions = [RegionFunction(graph, region, device.target) for region in graph.regions]
         self._value_requires_grad = {value.name for value in graph.values if value.requires_grad}
         self._seeded = [summed_in_engine(graph, region) for region in graph.regions]
         self._region_index = {region.name: index for index, region in enumerate(graph.regions)}
@@ -154,9 +157,9 @@ class Compute:
                 name: self._state.persistent[name].clone() for name in region.mutates
             }
         draws = self.step.draws.get((instruction.micro_batch, instruction.region))
-        with drawing(draws, region.name):
+        with drawing(draws, region.name, self._device):
             if region.random and not keep:
-                micro.rng[instruction.region] = torch.get_rng_state()
+                micro.rng[instruction.region] = self._device.rng_state()
             tensors = self._tensors(region, instruction.micro_batch)
             outputs, tape = self._run(instruction, tensors, keep=keep)
         if keep:
@@ -194,14 +197,14 @@ class Compute:
         region, micro = self._graph.regions[instruction.region], self._micro(instruction)
         tensors = self._tensors(region, instruction.micro_batch)
         tensors.update(micro.buffers_before.pop(instruction.region, {}))
-        now = torch.get_rng_state() if region.random else None
+        now = self._device.rng_state() if region.random else None
         if now is not None:
-            torch.set_rng_state(micro.rng.pop(instruction.region))
+            self._device.set_rng_state(micro.rng.pop(instruction.region))
         try:
             _, tape = self._run(instruction, tensors, keep=True)
         finally:
             if now is not None:
-                torch.set_rng_state(now)
+                self._device.set_rng_state(now)
         micro.tapes[instruction.region] = tape
 
     def _backward(self, instruction: Instruction, completes: tuple[str, ...]) -> None:

@@ -16,11 +16,10 @@ import torch
 from stages.artifacts import graph as g
 from stages.artifacts.errors import StageError
 from stages.artifacts.plan import Phase
+from stages.device.interface import Device
 from stages.region import operators
 from stages.region.interpreter import decode, node_references
 from stages.runtime.state import Draws, MicroBatch
-
-_CPU = torch.device("cpu")
 
 
 def follows_a_plain_loop(phase: Phase) -> bool:
@@ -29,7 +28,9 @@ def follows_a_plain_loop(phase: Phase) -> bool:
     return turns == sorted(turns)
 
 
-def rehearse(graph: g.RegionGraph, batches: Sequence[MicroBatch]) -> dict[tuple[int, int], Draws]:
+def rehearse(
+    graph: g.RegionGraph, batches: Sequence[MicroBatch], device: Device
+) -> dict[tuple[int, int], Draws]:
     """The generator's states of each (micro-batch, region) that draws; leaves the generator as a
     plain loop over `batches` does. Takes no more memory at once than the forward of a region."""
     found = {}
@@ -38,16 +39,16 @@ def rehearse(graph: g.RegionGraph, batches: Sequence[MicroBatch]) -> dict[tuple[
             continue
         for index, region in enumerate(graph.regions):
             if region.random:
-                before = torch.get_rng_state()
+                before = device.rng_state()
                 for node in graph.nodes[region.start : region.end]:
                     if node.random:
-                        _draw(node, batch.sizes)
-                found[number, index] = Draws(before, torch.get_rng_state())
+                        _draw(node, batch.sizes, device.target)
+                found[number, index] = Draws(before, device.rng_state())
     return found
 
 
 @contextmanager
-def drawing(draws: Draws | None, region: str) -> Iterator[None]:
+def drawing(draws: Draws | None, region: str, device: Device) -> Iterator[None]:
     """Gives a forward the random numbers of its turn in a plain loop, and leaves the generator alone.
 
     Args:
@@ -59,11 +60,11 @@ def drawing(draws: Draws | None, region: str) -> Iterator[None]:
     if draws is None:
         yield
         return
-    now = torch.get_rng_state()
-    torch.set_rng_state(draws.before)
+    now = device.rng_state()
+    device.set_rng_state(draws.before)
     try:
         yield
-        if not torch.equal(torch.get_rng_state(), draws.after):
+        if not torch.equal(device.rng_state(), draws.after):
             raise StageError(
                 f"region {region} drew other random numbers than its operators do on tensors of these sizes; "
                 f"with micro-batches its masks would not be those of a plain loop. Use "
@@ -71,21 +72,20 @@ def drawing(draws: Draws | None, region: str) -> Iterator[None]:
                 key="train.micro_batches",
             )
     finally:
-        torch.set_rng_state(now)
+        device.set_rng_state(now)
 
 
-def _draw(node: g.Node, sizes: dict[str, int]) -> None:
+def _draw(node: g.Node, sizes: dict[str, int], device: torch.device) -> None:
     names = dict.fromkeys(node_references(node))
-    stand_ins = {name: _stand_in(spec, sizes) for name, spec in zip(names, node.drawn, strict=True)}
-    args = [decode(arg, stand_ins.__getitem__, sizes, _CPU) for arg in node.args]
-    kwargs = {key: decode(arg, stand_ins.__getitem__, sizes, _CPU) for key, arg in node.kwargs.items()}
+    stand_ins = {name: _stand_in(spec, sizes, device) for name, spec in zip(names, node.drawn, strict=True)}
+    args = [decode(arg, stand_ins.__getitem__, sizes, device) for arg in node.args]
+    kwargs = {key: decode(arg, stand_ins.__getitem__, sizes, device) for key, arg in node.kwargs.items()}
     with torch.no_grad():
         operators.resolve(node.op)(*args, **kwargs)
 
 
-def _stand_in(spec: g.TensorSpec, sizes: dict[str, int]) -> torch.Tensor:
+def _stand_in(spec: g.TensorSpec, sizes: dict[str, int], device: torch.device) -> torch.Tensor:
     shape = [g.evaluate_size(size, sizes) for size in spec.shape]
     stride = [g.evaluate_size(size, sizes) for size in spec.stride]
-    return torch.zeros(g.storage_elements(spec, sizes), dtype=operators.dtype(spec.dtype)).as_strided(
-        shape, stride
-    )
+    flat = torch.zeros(g.storage_elements(spec, sizes), dtype=operators.dtype(spec.dtype), device=device)
+    return flat.as_strided(shape, stride)

@@ -22,12 +22,13 @@ from stages.runtime.compute import Compute, StepSettings
 from stages.runtime.draws import follows_a_plain_loop, rehearse
 from stages.runtime.guard import Guard
 from stages.runtime.homes import Homes
+from stages.runtime.lanes.issuing import Issuing
 from stages.runtime.lanes.lane_set import LaneSet, Timing
 from stages.runtime.placing import Placing
 from stages.runtime.slices import Slicer
 from stages.runtime.state import MicroBatch, MicroState, TrainingState
-from stages.runtime.tiers.arena import Arena
-from stages.runtime.tiers.disk import DiskFile
+from stages.runtime.tiers.arena import POISON, Arena
+from stages.runtime.tiers.beyond import Tiers
 from stages.training import LossScaleConfig, TrainConfig
 
 
@@ -58,7 +59,7 @@ class Engine:
         graph: The traced model.
         plan: A verified plan for it.
         kernel: The optimizer's update of each param group.
-        disk: The scratch file of `plan.disk_bytes`; None where the plan moves nothing.
+        tiers: The device and what lies beyond it, as large as the plan says.
         lanes: Who carries out transfers.
         poison: Whether memory that the plan calls free or not yet filled is overwritten with NaN and
             out-of-range integers (tests): what reads it then goes wrong every time.
@@ -75,7 +76,7 @@ class Engine:
         graph: g.RegionGraph,
         plan: Plan,
         kernel: Groups,
-        disk: DiskFile | None,
+        tiers: Tiers,
         lanes: LaneSet,
         evaluation: g.RegionGraph | None = None,
         *,
@@ -89,14 +90,17 @@ class Engine:
         #: settings of each group, which schedulers change
         self.optimizer = PlannedOptimizer(kernel)
         self._lanes = lanes
-        self._arena = Arena(plan.arena_bytes)
+        self.device = tiers.device
+        self._tiers = tiers
+        self._arena = Arena(plan.arena_bytes, self.device.target if self.device.beside_host else None)
         self._state = TrainingState(graph, plan, self._arena)
-        self._placing = Placing(graph, self._state, kernel, disk)
-        self._disk = disk
-        self._transfers = None if disk is None else transfers.Transfers(self._state, disk)
-        self._training = Compute(graph, self._state)
+        self._placing = Placing(graph, self._state, kernel, tiers.homes, self.device.target)
+        self._transfers = transfers.Transfers(self._state, tiers.links, self.device)
+        self._training = Compute(graph, self._state, self.device)
         self._evaluation = (
-            None if evaluation is None else Compute(evaluation, self._state, literal_constants(evaluation))
+            None
+            if evaluation is None
+            else Compute(evaluation, self._state, self.device, literal_constants(evaluation))
         )
         self._slicer = Slicer(graph, plan.placement.micro_batches, plan.loss)
         self._phases = {phase.name: phase for phase in plan.phases}
@@ -112,6 +116,8 @@ class Engine:
         self._total_loss = 0.0
         self._calls = 0
         self._started_ns = 0
+        #: of the step, what passed between an accelerator and the disk; each has one writer
+        self._far_bytes = {"disk_read": 0, "disk_write": 0}
         #: bytes moved by each instruction of the phase under way; each has one writer
         self._moved: dict[int, int] = {}
 
@@ -130,7 +136,7 @@ class Engine:
     def homes(self) -> Homes:
         """The whole training state by name, between steps."""
         self._require_no_gradients("the training state is asked for")
-        return Homes(self.graph, self._state, self._disk)
+        return Homes(self.graph, self._state, self._tiers.homes, self.device)
 
     @property
     def update_counts(self) -> dict[str, int]:
@@ -218,12 +224,13 @@ class Engine:
                 expected="1",
             )
         bound = sizes.bind(self.graph, batch)
+        batch = self._on_device(batch)
         settings = StepSettings(rates, self._guard.scale, whole_norms=self.plan.clips)
         cut = self._slicer.cut(batch, bound, self._training.lookup)
         slices = [replace(item, weight=item.weight * weight) for item in cut]
         self._training.begin(slices, settings, further=further)
         if not self._plain:
-            self._training.step.draws = rehearse(self.graph, slices)
+            self._training.step.draws = rehearse(self.graph, slices, self.device)
         if not further:
             self._started_ns = time.perf_counter_ns()
         self._calls += 1
@@ -258,8 +265,11 @@ class Engine:
         moved = {
             lane: sum(event.bytes for event in events if event.lane == lane) for lane in ("read", "write")
         }
+        if self.device.beside_host:
+            moved |= self._far_bytes
         self._training.end()
         self._events, self._total_loss, self._calls = [], 0.0, 0
+        self._far_bytes = dict.fromkeys(self._far_bytes, 0)
         return StepResult(
             loss, norm, bool(non_finite), non_finite, scale, rates.learning_rates, events, moved
         )
@@ -303,7 +313,7 @@ class Engine:
         self._require_no_gradients("an evaluation")
         self._started_ns = time.perf_counter_ns()
         bound = sizes.bind(self._evaluation.graph, batch)
-        self._evaluation.begin([MicroBatch(dict(batch), bound)], StepSettings())
+        self._evaluation.begin([MicroBatch(self._on_device(batch), bound)], StepSettings())
         self._run("evaluate", self._evaluation)
         micro = self._evaluation.step.micro[0]
         self._evaluation.end()
@@ -319,13 +329,21 @@ class Engine:
             if instruction.lane == "compute":
                 compute.perform(instruction, completed.get(instruction.id, COMPLETES_NOTHING))
             else:
-                assert self._transfers is not None, "the plan moves bytes but there is no disk tier"
-                self._moved[instruction.id] = self._transfers.perform(instruction, compute)
+                moved, home = self._transfers.perform(instruction, compute)
+                self._moved[instruction.id] = moved
+                if home == "disk":
+                    self._far_bytes[f"disk_{instruction.lane}"] += moved
 
-        def free(buffer: int) -> None:
-            self._release(self._state.buffers[buffer], compute)
+        def free(buffer: int) -> list[torch.UntypedStorage]:
+            return self._release(self._state.buffers[buffer], compute)
 
-        timings = self._lanes.run(phase.instructions, perform, free)
+        streams = self._tiers.streams
+        if streams is not None:
+            issuing = Issuing(streams, phase.instructions, perform, free)
+            self._lanes.run(phase.instructions, issuing.perform, lambda _: None)
+            timings = issuing.finish()
+            return [self._event(phase, compute.graph, timing, self._started_ns) for timing in timings]
+        timings = self._lanes.run(phase.instructions, perform, lambda buffer: self._let_go(buffer, compute))
         return [self._event(phase, compute.graph, timing, self._started_ns) for timing in timings]
 
     def _event(self, phase: Phase, graph: g.RegionGraph, timing: Timing, started: int) -> Event:
@@ -338,17 +356,26 @@ class Engine:
             bytes=self._moved.get(timing.instruction, 0),
         )
 
-    def _release(self, buffer: Buffer, compute: Compute) -> None:
+    def _let_go(self, buffer: int, compute: Compute) -> None:
+        self._release(self._state.buffers[buffer], compute)
+
+    def _release(self, buffer: Buffer, compute: Compute) -> list[torch.UntypedStorage]:
+        """Ends a buffer's life; the memory that copies under way may still need."""
         if buffer.offset is None:
-            transfers.release(buffer, compute)
+            return transfers.release(buffer, compute)
+        if self._poison and self._tiers.streams is not None:
+            self._tiers.streams.fill(self._arena.span(buffer.offset, buffer.bytes), POISON)
         elif self._poison:
             self._arena.poison(buffer.offset, buffer.bytes)
+        return []
+
+    def _on_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.device.target) for name, tensor in batch.items()}
 
     def close(self) -> None:
         """Ends the lanes and gives memory and disk back. The engine cannot be used afterwards."""
         self._lanes.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._tiers.close()
         self._arena.close()
 
 

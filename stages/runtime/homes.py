@@ -6,7 +6,7 @@ Names and order of elements depend on the model alone, so what one plan gives an
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -14,9 +14,10 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer
+from stages.device.interface import Device
 from stages.region import operators
 from stages.runtime.state import TrainingState, integers, numel
-from stages.runtime.tiers.disk import DiskFile
+from stages.runtime.tiers.links import Home, SlotHome
 from stages.runtime.tiers.memoryviews import as_bytes, is_dense
 
 #: bytes of a piece; those that come from disk pass through one buffer of this size
@@ -54,19 +55,22 @@ class HeldTensor:
 class Homes:
     """Reads and fills the training state of one plan, a piece at a time."""
 
-    def __init__(self, graph: g.RegionGraph, state: TrainingState, disk: DiskFile | None) -> None:
+    def __init__(
+        self, graph: g.RegionGraph, state: TrainingState, homes: Mapping[str, Home], device: Device
+    ) -> None:
         self._state = state
-        self._disk = disk
+        self._beyond = homes
+        self.device = device
         self.tensors = _tensors(graph, state)
 
     def read(self, tensor: HeldTensor) -> Iterator[memoryview]:
         """The tensor's bytes in pieces, each valid until the next is asked for."""
         if not tensor.buffers:
-            yield as_bytes(self._state.persistent[tensor.parameter.name].detach().contiguous())
+            yield as_bytes(self._state.persistent[tensor.parameter.name].detach().cpu().contiguous())
             return
-        for piece, offset in self._pieces(tensor):
-            if offset is not None:
-                self._open_disk().read_into(piece, offset)
+        for piece, home, offset in self._pieces(tensor):
+            if home is not None:
+                home.read_into(piece, offset)
             yield piece
 
     def fill(self, tensor: HeldTensor, take: Callable[[memoryview], None]) -> None:
@@ -74,10 +78,10 @@ class Homes:
         if not tensor.buffers:
             self._fill_persistent(tensor, take)
             return
-        for piece, offset in self._pieces(tensor):
+        for piece, home, offset in self._pieces(tensor):
             take(piece)
-            if offset is not None:
-                self._open_disk().write_from(piece, offset)
+            if home is not None:
+                home.write_from(piece, offset)
 
     def _fill_persistent(self, tensor: HeldTensor, take: Callable[[memoryview], None]) -> None:
         spec = tensor.parameter.spec
@@ -85,24 +89,27 @@ class Homes:
         take(as_bytes(content))
         made = torch.empty_strided(integers(spec.shape), integers(spec.stride), dtype=content.dtype)
         # a buffer that was made by expanding has no such strides once it has values of its own
-        self._state.persistent[tensor.parameter.name] = made.copy_(content) if is_dense(made) else content
+        whole = made.copy_(content) if is_dense(made) else content
+        self._state.persistent[tensor.parameter.name] = whole.to(self.device.target)
 
-    def _pieces(self, tensor: HeldTensor) -> Iterator[tuple[memoryview, int | None]]:
-        """Memory of each piece, and its byte offset on disk where that is its home."""
+    def _pieces(self, tensor: HeldTensor) -> Iterator[tuple[memoryview, Home | None, int]]:
+        """Memory of each piece; where that is not its home, the home and the byte offset there."""
         for buffer in tensor.buffers:
             size = g.BYTES_PER_ELEMENT[tensor.dtype] * (buffer.count or tensor.elements)
-            if buffer.extent is None:
+            if buffer.extent is None and not self.device.beside_host:
                 slot = as_bytes(self._state.slot(buffer))
                 for start in range(0, size, PIECE_BYTES):
-                    yield slot[start : start + PIECE_BYTES], None
+                    yield slot[start : start + PIECE_BYTES], None, 0
                 continue
+            home, first = self._home(buffer)
             bounce = memoryview(mmap.mmap(-1, max(1, min(size, PIECE_BYTES))))
             for start in range(0, size, PIECE_BYTES):
-                yield bounce[: min(PIECE_BYTES, size - start)], buffer.extent + start
+                yield bounce[: min(PIECE_BYTES, size - start)], home, first + start
 
-    def _open_disk(self) -> DiskFile:
-        assert self._disk is not None, "the plan has extents but there is no disk tier"
-        return self._disk
+    def _home(self, buffer: Buffer) -> tuple[Home, int]:
+        if buffer.extent is not None:
+            return self._beyond[buffer.home], buffer.extent
+        return SlotHome(self._state.slot(buffer).view(torch.uint8)), 0
 
 
 def _tensors(graph: g.RegionGraph, state: TrainingState) -> list[HeldTensor]:

@@ -11,8 +11,8 @@ import torch
 
 from stages.artifacts.timeline import Event, Timeline
 from stages.config import RunConfig
+from stages.device.interface import Device
 from stages.optim.schedule import make_schedule
-from stages.region import memory
 from stages.runtime.data import Batches
 from stages.runtime.engine import Engine, StepResult
 from stages.runtime.progress import Progress, say, show
@@ -81,7 +81,7 @@ class TrainingLoop:
         self._schedule.replay(made)
         while self.steps_before - self._engine.guard.skipped_in_a_row in skipped:
             self._engine.guard.skipped_in_a_row += 1
-        torch.set_rng_state(random_state)
+        self.device.set_rng_state(random_state)
 
     def run(self) -> None:
         for step in range(self.steps_before + 1, self._config.steps + 1):
@@ -92,15 +92,15 @@ class TrainingLoop:
                 listener(step, result)
 
     def _step(self, step: int) -> StepResult:
-        self.peak_between_bytes = max(self.peak_between_bytes, memory.peak_resident_bytes())
-        memory.reset_peak()
+        self.peak_between_bytes = max(self.peak_between_bytes, self.device.peak_bytes())
+        self.device.reset_peak()
         started = time.monotonic()
         batches = [self._batches.next() for _ in range(self._config.train.accumulate)]
         result = self._engine.step_over(batches)
         if not result.skipped:
             self._schedule.advance(result.loss)
         elapsed = time.monotonic() - started
-        peak = memory.peak_resident_bytes()
+        peak = self.device.peak_bytes()
         self._record(step, result, elapsed, peak)
         tokens = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
         self.history.tokens = max(self.history.tokens, tokens)
@@ -147,6 +147,15 @@ class TrainingLoop:
     def peak_bytes(self) -> int:
         """The largest resident memory of the run's training processes so far."""
         return max([self.peak_between_bytes, *self.history.step_peak_bytes[self.steps_before :]])
+
+    @property
+    def peak_bytes_so_far(self) -> int:
+        """`peak_bytes`, and what the device has held since the last step."""
+        return max(self.peak_bytes, self.device.peak_bytes())
+
+    @property
+    def device(self) -> Device:
+        return self._engine.device
 
     @property
     def timelines(self) -> list[Timeline]:

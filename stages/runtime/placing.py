@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -11,7 +11,7 @@ from stages.artifacts.plan import Buffer
 from stages.optim.groups import Groups
 from stages.region import operators
 from stages.runtime.state import TrainingState, flat, in_order_of, integers
-from stages.runtime.tiers.disk import DiskFile
+from stages.runtime.tiers.links import Home
 from stages.runtime.transfers import as_bytes
 
 #: elements that are cast at once, so that a weight and its cast are never both whole in memory
@@ -25,14 +25,20 @@ class Placing:
     """
 
     def __init__(
-        self, graph: g.RegionGraph, state: TrainingState, kernel: Groups, disk: DiskFile | None
+        self,
+        graph: g.RegionGraph,
+        state: TrainingState,
+        kernel: Groups,
+        homes: Mapping[str, Home],
+        device: torch.device,
     ) -> None:
         self._graph = graph
         self._state = state
         self._kernel = kernel
-        self._disk = disk
-        #: a new scratch file reads as zeros, which is what most optimizer state starts from
-        self._disk_is_new = True
+        self._beyond = homes
+        self._device = device
+        #: a new scratch file or pool reads as zeros, which is what most optimizer state starts from
+        self._is_new = True
         self._homes: dict[tuple[str, str], list[Buffer]] = {}
         for buffer in state.buffers.values():
             self._homes.setdefault((buffer.owner, buffer.role), []).append(buffer)
@@ -45,15 +51,16 @@ class Placing:
             if parameter.role == "parameter":
                 self._load_parameter(parameter, tensor.detach())
             else:
-                self._state.persistent[name] = tensor.detach().clone(memory_format=torch.preserve_format)
+                own = tensor.detach().clone(memory_format=torch.preserve_format)
+                self._state.persistent[name] = own.to(self._device)
             del tensor
         assert not missing, f"no initial value for {sorted(missing)}"
         self.filled()
         self._state.update_counts.clear()
 
     def filled(self) -> None:
-        """Takes note that the scratch file holds a training state."""
-        self._disk_is_new = False
+        """Takes note that the tiers beyond the device hold a training state."""
+        self._is_new = False
 
     def _load_parameter(self, parameter: g.Parameter, tensor: torch.Tensor) -> None:
         """Weight, master and optimizer state from the initial value, no two of them whole in memory."""
@@ -89,10 +96,11 @@ class Placing:
             if buffer.extent is None:
                 self._state.slot(buffer)[start:stop].copy_(piece)
                 continue
-            if self._disk_is_new and buffer.role == "state" and not piece.any():
+            if self._is_new and buffer.role == "state" and not piece.any():
                 continue
-            assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
-            self._disk.write_from(as_bytes(piece), buffer.extent + start * piece.element_size())
+            self._beyond[buffer.home].write_from(
+                as_bytes(piece), buffer.extent + start * piece.element_size()
+            )
 
     def weights(self, roles: tuple[str, ...]) -> Iterator[tuple[g.Parameter, torch.Tensor]]:
         """Parameters and buffers of `roles`, in the graph's order, one in memory at a time."""
@@ -102,7 +110,7 @@ class Placing:
 
     def _read(self, parameter: g.Parameter) -> torch.Tensor:
         if parameter.role != "parameter":
-            return self._state.persistent[parameter.name]
+            return self._state.persistent[parameter.name].cpu()
         shape, stride = integers(parameter.spec.shape), integers(parameter.spec.stride)
         tensor = torch.empty_strided(shape, stride, dtype=operators.dtype(parameter.spec.dtype))
         whole = flat(tensor, parameter.spec)
@@ -111,6 +119,5 @@ class Placing:
             if buffer.extent is None:
                 piece.copy_(self._state.slot(buffer))
             else:
-                assert self._disk is not None, f"buffer {buffer.id} has an extent but there is no disk tier"
-                self._disk.read_into(as_bytes(piece), buffer.extent)
+                self._beyond[buffer.home].read_into(as_bytes(piece), buffer.extent)
         return tensor

@@ -12,11 +12,14 @@ from stages.artifacts.costs import Costs
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.process import versions
-from stages.region import memory
 from stages.runtime.checkpoint.record import placement_digest
 from stages.runtime.loop import TrainingLoop
 
+#: of the device tier: to and from the disk on the CPU, host memory beside an accelerator
 _LINK_OF_LANE = {"read": "disk_read", "write": "disk_write"}
+_LINK_OF_LANE_BESIDE_HOST = {
+    "read": "upload", "write": "download", "disk_read": "disk_read", "disk_write": "disk_write"
+}  # fmt: skip
 
 
 def summarise(
@@ -41,7 +44,7 @@ def summarise(
     first = loop.steps_before if loop.steps_before < len(history.losses) else 0
     times = history.step_times_s[first:]
     step_time = median(times[1:] or times)
-    peak = max(loop.peak_bytes, memory.peak_resident_bytes())
+    peak = loop.peak_bytes_so_far
     stage_peaks = {**costs.stage_peak_bytes, "runtime": peak}
     return Summary(
         model=graph.model,
@@ -50,7 +53,7 @@ def summarise(
         solver=plan.solver,
         optimizer_implementation=plan.implementation,
         threads=costs.threads,
-        allocator=memory.allocator_name(),
+        allocator=loop.device.allocator_name(),
         versions=versions(),
         steps=len(history.losses),
         budget_bytes=plan.budget_bytes,
@@ -69,7 +72,7 @@ def summarise(
         losses=history.losses,
         grad_norms=history.grad_norms,
         skipped_steps=history.skipped_steps,
-        moved_bytes_per_step=_moved_bytes(history.moved_bytes[first:]),
+        moved_bytes_per_step=_moved_bytes(history.moved_bytes[first:], beside_host=loop.device.beside_host),
         placement=_placement(plan),
         step_peak_bytes=history.step_peak_bytes,
         step_times_s=history.step_times_s,
@@ -95,9 +98,10 @@ def _origin(plan: Plan, origin: Checkpoint | None, *, replanned: bool) -> dict[s
     }
 
 
-def _moved_bytes(steps: list[dict[str, int]]) -> dict[str, int]:
+def _moved_bytes(steps: list[dict[str, int]], *, beside_host: bool) -> dict[str, int]:
     """Median over the steps, per link and direction."""
-    return {link: int(median(step.get(lane, 0) for step in steps)) for lane, link in _LINK_OF_LANE.items()}
+    links = _LINK_OF_LANE_BESIDE_HOST if beside_host else _LINK_OF_LANE
+    return {link: int(median(step.get(lane, 0) for step in steps)) for lane, link in links.items()}
 
 
 def _placement(plan: Plan) -> dict[str, dict[str, int]]:

@@ -21,6 +21,7 @@ from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig
+from stages.device.choose import device_named
 from stages.optim.groups import make_groups
 from stages.region import memory
 from stages.region.initial import iterate_initial
@@ -38,7 +39,7 @@ from stages.runtime.live import LiveFiles
 from stages.runtime.loop import TrainingLoop
 from stages.runtime.replan.watch import Handover, ReplanRequested, Watch
 from stages.runtime.scratch import ScratchFolder
-from stages.runtime.tiers.disk import DiskFile
+from stages.runtime.tiers.beyond import Tiers
 from stages.stopping import Stopped, StopRequest
 
 
@@ -226,7 +227,11 @@ def require_room(plan: Plan) -> None:
     Raises:
         InfeasibleBudgetError: The kernel would end this process.
     """
-    needed, most = plan.prediction.peak_bytes, room.most_bytes(memory.resident_bytes())
+    most = room.most_bytes(memory.resident_bytes())
+    if plan.device != "cpu":
+        _require_host_room(plan, most)
+        return
+    needed = plan.prediction.peak_bytes
     if needed > most:
         raise InfeasibleBudgetError(
             f"training on this plan takes {needed} bytes of memory; {most} bytes are available to this "
@@ -236,6 +241,17 @@ def require_room(plan: Plan) -> None:
             found=str(needed),
             expected=f"at most {most} bytes",
             least_feasible_bytes=plan.prediction.least_feasible_bytes,
+        )
+
+
+def _require_host_room(plan: Plan, most: int) -> None:
+    if plan.host_bytes > most:
+        raise InfeasibleBudgetError(
+            f"this plan takes {plan.host_bytes} bytes of host memory beside the device; {most} bytes are "
+            f"available to this process. Set tiers.host_budget to at most {most} bytes, or raise the limit",
+            key="tiers.host_budget",
+            found=str(plan.host_bytes),
+            expected=f"at most {most} bytes",
         )
 
 
@@ -250,14 +266,15 @@ def open_engine(
     """
     groups = make_groups(config.optimizer, graph.parameters, graph.precision)
     with ScratchFolder(config.tiers.folder) as folder:
-        disk = DiskFile(folder, plan.disk_bytes) if plan.disk_bytes else None
-        lanes = LaneSet.of_kind(config.runtime.lane)
         poison = config.runtime.lane == "adversarial"
+        tiers = Tiers(device_named(plan.device), plan, folder, late=poison)
+        tiers.device.begin(plan.budget_bytes)
+        lanes = LaneSet.of_kind(config.runtime.lane)
         engine = Engine(
             graph,
             plan,
             groups,
-            disk,
+            tiers,
             lanes,
             evaluation,
             train=config.train,

@@ -9,10 +9,10 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.plan import Buffer, Plan
+from stages.device.interface import Device
 from stages.region import operators
 from stages.region.autograd import Span, Tape
 from stages.runtime.tiers.arena import Arena
-from stages.runtime.tiers.pages import storage_on_pages
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Layout:
     def of(tensor: torch.Tensor) -> Layout:
         return Layout(Span.of(tensor))
 
-    def new_tensor(self) -> torch.Tensor:
-        return self.span.view(storage_on_pages(self.span.bytes), 0)
+    def new_tensor(self, device: Device) -> torch.Tensor:
+        return self.span.view(device.new_storage(self.span.bytes), 0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def in_order_of(tensor: torch.Tensor, spec: g.TensorSpec) -> torch.Tensor:
     stride = integers(spec.stride)
     if tensor.stride() == stride:
         return tensor
-    return torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def flat(tensor: torch.Tensor, spec: g.TensorSpec) -> torch.Tensor:

@@ -77,7 +77,7 @@ def give_homes(
     if problem.host is None:
         return Homes(buffers, 0, 0, disk_bytes)
     records = bookkeeping_bytes(sum(map(len, phases)), len(buffers))
-    tenants = _tenants(buffers, phases)
+    tenants = _tenants(problem, buffers, phases)
     far = choose_disk(tenants, problem.host.room_bytes - records)
     starts: dict[Key, int] = {}
     ends = {"host": 0, "disk": 0}
@@ -113,8 +113,9 @@ def _first_extents(buffers: Iterable[Buffer]) -> dict[Key, int]:
     return first
 
 
-def _tenants(buffers: Sequence[Buffer], phases: Iterable[Iterable[Draft]]) -> list[Tenant]:
+def _tenants(problem: Problem, buffers: Sequence[Buffer], phases: Iterable[Iterable[Draft]]) -> list[Tenant]:
     """Tensors with an extent, in the order of their buffers."""
+    saved_bytes = {region.name: region.saved_extent_bytes for region in problem.regions}
     moved: dict[Key, int] = defaultdict(int)
     for phase in phases:
         for draft in phase:
@@ -124,7 +125,9 @@ def _tenants(buffers: Sequence[Buffer], phases: Iterable[Iterable[Draft]]) -> li
     first, last = _first_extents(buffers), {}
     for buffer in buffers:
         if buffer.extent is not None:
-            end = buffer.extent + align(max(1, buffer.bytes))
+            # what autograd keeps is several storages, each of which starts on a border of its own
+            size = saved_bytes[buffer.owner] if buffer.role == "saved" else buffer.bytes
+            end = buffer.extent + align(max(1, size))
             last[_key(buffer)] = max(last.get(_key(buffer), 0), end)
     return [Tenant(key, end - first[key], moved[key]) for key, end in last.items()]
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,14 @@ from tests.parity import reading_ahead
 SEED = 3
 LEARNING_RATE = 1e-2
 
+#: of a made-up accelerator, its host and the host's disk
+LINKS_BESIDE_HOST = [
+    LinkCost("upload", 10_000, 2 * 10**9, 15 * 10**8),
+    LinkCost("download", 10_000, 2 * 10**9, 15 * 10**8),
+    LinkCost("disk_read", 50_000, 10**9, 5 * 10**8),
+    LinkCost("disk_write", 50_000, 10**9, 5 * 10**8),
+]
+
 #: enough for any small model to stay whole in memory
 AMPLE_BYTES = 1 << 30
 
@@ -68,6 +77,9 @@ class Variant:
     lane: str = "cpu"
     share: float = 0.0
     solve: Callable[[Task], Solution] | None = None
+    device: str = "cpu"
+    #: beside an accelerator; "": no limit
+    host_budget: str = ""
 
 
 RESIDENT = Variant("resident", "resident", least=False)
@@ -226,6 +238,9 @@ def train(
     if micro_batches > 1:
         config.train.loss = loss
         costs = sliced_costs(model, precision, rows, micro_batches, loss)
+    if variant.device != "cpu":
+        costs = msgspec.structs.replace(costs, device=variant.device, links=LINKS_BESIDE_HOST)
+        config.tiers = replace(config.tiers, host_budget=variant.host_budget)
     plan = plan_of(config, graph, costs, variant, order)
     result = reference.Result(losses=[], final={}, masters={}, rng_states=[])
     with open_engine(config, graph, plan) as engine:

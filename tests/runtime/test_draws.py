@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stages.artifacts.errors import StageError
+from stages.device.cpu import Cpu
 from stages.runtime.draws import drawing, rehearse
 from stages.runtime.state import Draws, MicroBatch
 from tests.models_for_tests import BY_NAME
@@ -23,7 +24,7 @@ def test_a_rehearsal_leaves_the_generator_where_the_forwards_do() -> None:
         MicroBatch({}, {**sizes, "batch": 0}, empty=True),
         MicroBatch({}, sizes),
     ]
-    found = rehearse(graph, batches)
+    found = rehearse(graph, batches, Cpu())
     assert {number for number, _ in found} == {0, 2}
     turns = sorted(found)
     for first, second in itertools.pairwise(turns):
@@ -36,9 +37,12 @@ def test_a_forward_that_draws_otherwise_stops_the_run() -> None:
     before = torch.get_rng_state()
     torch.rand(3)
     after = torch.get_rng_state()
-    with drawing(Draws(before, after), "layer"):
+    with drawing(Draws(before, after), "layer", Cpu()):
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), after)
-    with pytest.raises(StageError, match="region layer drew other"), drawing(Draws(before, after), "layer"):
+    with (
+        pytest.raises(StageError, match="region layer drew other"),
+        drawing(Draws(before, after), "layer", Cpu()),
+    ):
         torch.rand(4)
     assert torch.equal(torch.get_rng_state(), after)

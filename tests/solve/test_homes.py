@@ -167,3 +167,23 @@ def test_each_micro_batch_has_homes_of_its_own(solver: str) -> None:
             last = -(-buffer.bytes // 4096) * 4096 + buffer.extent
             ends[buffer.home] = max(ends[buffer.home], last)
     assert ends == booked  # no gaps are booked at the end
+
+
+@pytest.mark.parametrize("host_bytes", [ROOMY, HOST_PROCESS + BOUNCE_BYTES + 60 * MEGA])
+def test_saved_activations_have_room_for_each_storage_on_a_border_of_its_own(host_bytes: int) -> None:
+    sketch = chain(8)
+    costs = costs_of(sketch)
+    odd = [
+        msgspec.structs.replace(cost, saved_storages=[1, 2, cost.saved_bytes - 3]) for cost in costs.regions
+    ]
+    costs = msgspec.structs.replace(costs, regions=odd)
+    plan, _ = run(settings(TIGHT, "greedy_async", host_bytes, ROOMY), sketch.graph(), costs)
+    for home, size in (("host", plan.host_pool_bytes), ("disk", plan.disk_bytes)):
+        there = [item for item in plan.buffers if item.extent is not None and item.home == home]
+        borders = [*sorted(item.extent or 0 for item in there), size]
+        for item in there:
+            if item.role == "saved":
+                following = next(border for border in borders if border > (item.extent or 0))
+                needed = sum(-(-storage // 4096) * 4096 for storage in odd[0].saved_storages)
+                assert following - (item.extent or 0) >= needed
+    assert any(item.role == "saved" and item.extent is not None for item in plan.buffers)

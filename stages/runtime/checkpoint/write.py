@@ -19,7 +19,6 @@ import msgspec
 from stages.artifacts import envelope
 from stages.artifacts.checkpoint import Checkpoint, StoredTensor, seal
 from stages.artifacts.errors import StorageError
-from stages.region import memory
 from stages.runtime.checkpoint.leftovers import held
 from stages.runtime.homes import HeldTensor, Homes
 from stages.runtime.safetensors_writer import Entry, Place, SyncedWriter, check_dtype, lay_out, sync_folder
@@ -79,7 +78,7 @@ def _write(part: Path, homes: Homes, record: Checkpoint, shard_bytes: int) -> No
                 digest = _stream(homes, tensor, places[tensor.name])
                 stored.append(StoredTensor(tensor.name, name, tensor.dtype, tensor.elements, digest))
             writer.finish()
-    peak = max(record.progress.peak_bytes, memory.peak_resident_bytes())
+    peak = max(record.progress.peak_bytes, homes.device.peak_bytes())
     progress = msgspec.structs.replace(record.progress, peak_bytes=peak)
     complete = msgspec.structs.replace(record, tensors=stored, progress=progress)
     envelope.save(part / MANIFEST, seal(complete))

@@ -41,7 +41,7 @@ def verify(
         raise PlanError(f"{plan.accumulate} batches a step, and phases {', '.join(names)}")
     if [buffer.id for buffer in plan.buffers] != list(range(len(plan.buffers))):
         raise PlanError("buffer ids are not their positions in the list")
-    aliases = check_homes(plan)
+    aliases = check_homes(plan, graph, costs)
     orders = [Order(phase) for phase in plan.phases]
     for phase, order in zip(plan.phases, orders, strict=True):
         check_content(plan, phase, order, aliases)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from stages.artifacts.costs import Costs
+from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import ALIGNMENT, BOUNCE_BYTES, Buffer, Plan, bookkeeping_bytes
 from stages.solve.errors import PlanError
 
@@ -12,8 +13,11 @@ from stages.solve.errors import PlanError
 Aliases = dict[int, list[int]]
 
 
-def check_homes(plan: Plan) -> Aliases:
+def check_homes(plan: Plan, graph: RegionGraph, costs: Costs) -> Aliases:
     """Checks extents.
+
+    Args:
+        graph, costs: Of one micro-batch; they say how large what autograd keeps of a region is.
 
     Raises:
         PlanError: An extent is misaligned, beyond its home, or shared by two tensors; or one tensor has
@@ -26,8 +30,18 @@ def check_homes(plan: Plan) -> Aliases:
             key = (buffer.role, buffer.owner, buffer.state, buffer.micro_batch)
             if tiers.setdefault(key, buffer.home) != buffer.home:
                 raise PlanError(f"{buffer.role} of {buffer.owner} has homes on disk and in host memory")
-    aliases = _check_tier(plan, "disk", plan.disk_bytes)
-    return {**aliases, **_check_tier(plan, "host", plan.host_pool_bytes)}
+    saved_bytes = _saved_bytes(graph, costs)
+    aliases = _check_tier(plan, "disk", plan.disk_bytes, saved_bytes)
+    return {**aliases, **_check_tier(plan, "host", plan.host_pool_bytes, saved_bytes)}
+
+
+def _saved_bytes(graph: RegionGraph, costs: Costs) -> dict[str, int]:
+    """Region -> bytes at home of what autograd keeps: each storage lies on a border of its own."""
+    kinds = {
+        cost.kind: sum(-(-size // ALIGNMENT) * ALIGNMENT for size in cost.saved_storages)
+        for cost in costs.regions
+    }
+    return {region.name: kinds.get(region.kind, 0) for region in graph.regions}
 
 
 def _require_home(plan: Plan, buffer: Buffer) -> None:
@@ -58,7 +72,7 @@ def check_host(plan: Plan, costs: Costs, host_budget_bytes: int | None) -> None:
         )
 
 
-def _check_tier(plan: Plan, home: str, size_bytes: int) -> Aliases:
+def _check_tier(plan: Plan, home: str, size_bytes: int, saved_bytes: dict[str, int]) -> Aliases:
     homes = [
         (buffer.extent, buffer)
         for buffer in plan.buffers
@@ -67,7 +81,8 @@ def _check_tier(plan: Plan, home: str, size_bytes: int) -> Aliases:
     aliases: Aliases = defaultdict(list)
     reach: list[tuple[int, int, Buffer]] = []
     for start, buffer in sorted(homes, key=lambda home: (home[0], home[1].id)):
-        end = start + -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+        held = max(buffer.bytes, saved_bytes[buffer.owner] if buffer.role == "saved" else 0)
+        end = start + -(-held // ALIGNMENT) * ALIGNMENT
         if start < 0 or start % ALIGNMENT or end > size_bytes:
             raise PlanError(
                 f"buffer {buffer.id} ({buffer.role} of {buffer.owner}) lies at {start} to {end} on {home}; "

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from stages.artifacts.plan import ALIGNMENT
+from stages.device.pages import storage_on_pages
 from stages.region import memory
 from stages.runtime.tiers.disk import DiskFile
 from stages.runtime.tiers.memoryviews import as_bytes, copy
-from stages.runtime.tiers.pages import storage_on_pages
 
 LARGE = 16 * 2**20
 
