@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.api import Session, optimizer_settings
+from stages.api import Session
+from stages.api_optimizer import optimizer_settings
 from stages.artifacts import graph as g
 from stages.artifacts.errors import ConfigError
 from stages.config import SchedulerConfig
