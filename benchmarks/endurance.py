@@ -31,8 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "endurance.md"
 MODEL = (
-    "+model=gpt2", "model.arguments.n_layer=2", "model.arguments.n_embd=256", "model.arguments.n_head=4",
-    "data=random", "data.batch_size=2", "data.seq_len=32", "solver.replan=never",
+    "+model=gpt2", "model.arguments.n_layer=4", "model.arguments.n_embd=256", "model.arguments.n_head=4",
+    "data=random", "data.batch_size=4", "data.seq_len=128", "solver.replan=never",
     "solver.time_limit_s=3",
 )  # fmt: skip
 SOLVERS = ("greedy_async", "greedy_sync", "layerwise", "milp", "auto")

@@ -106,9 +106,9 @@ def gradients_seen() -> Iterator[list[dict[str, Tensor]]]:
     steps: list[dict[str, Tensor]] = []
     begin, check = Compute.begin, Compute._check
 
-    def spied_begin(self: Compute, *args: Any) -> None:
+    def spied_begin(self: Compute, *args: Any, **settings: Any) -> None:
         steps.append({})
-        begin(self, *args)
+        begin(self, *args, **settings)
 
     def spied_check(self: Compute, name: str) -> None:
         check(self, name)
