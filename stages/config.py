@@ -33,7 +33,8 @@ CURVE = "curve"
 PRECISIONS = ("fp32", "bf16", "fp16")
 SOLVERS = ("resident", "layerwise", "greedy_sync", "greedy_async", "milp", "auto")
 REPLANNING = ("auto", "never", "always")
-DEVICES = ("auto", "cpu", "cuda")
+#: emulated: an accelerator in host memory, to try its plans without one
+DEVICES = ("auto", "cpu", "cuda", "emulated")
 DATASETS = ("text", "labelled", "tokens", "random")
 MODEL_SOURCES = ("transformers", "directory", "module")
 

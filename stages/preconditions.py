@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,19 +13,35 @@ from stages.config import RunConfig
 
 
 def require_device(config: RunConfig) -> None:
-    """Refuses a device that no lane serves, rather than train on another one.
+    """Refuses a device that is not here, rather than train on another one.
 
     Raises:
-        ConfigError: The device is not the CPU.
+        ConfigError: There is no CUDA device that torch could use.
     """
-    if config.device.name not in ("auto", "cpu"):
+    if config.device.name == "cuda" and not has_cuda():
         raise ConfigError(
-            f"device={config.device.name} has no lane in this version, which trains on the CPU. "
-            f"Use device=cpu, or leave it out",
+            "device=cuda: torch sees no CUDA device here. Use device=cpu, leave it out, or install a CUDA "
+            "build of torch and the driver",
             key="device",
             found=config.device.name,
             expected="auto or cpu",
         )
+
+
+def chosen_device(config: RunConfig) -> RunConfig:
+    """The configuration with `device=auto` made the accelerator that is here, or the CPU."""
+    if config.device.name != "auto":
+        return config
+    name = "cuda" if has_cuda() else "cpu"
+    return dataclasses.replace(config, device=dataclasses.replace(config.device, name=name))
+
+
+def has_cuda() -> bool:
+    """Whether torch can use a CUDA device. Asked in a process of its own: this one holds no torch."""
+    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):
+        return False  # no driver; asking torch would take seconds
+    line = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", line], check=False, capture_output=True).returncode == 0
 
 
 def for_hardware(config: RunConfig, only: str) -> RunConfig:
@@ -143,7 +161,7 @@ def require_host_tier(config: RunConfig) -> None:
     Raises:
         ConfigError: `tiers.host_budget` is given.
     """
-    if config.tiers.host_budget:
+    if config.tiers.host_budget and config.device.name in ("auto", "cpu"):
         raise ConfigError(
             f"tiers.host_budget={config.tiers.host_budget} has no effect on the CPU, where memory is the "
             f"device tier and `budget` bounds it. Leave it out; tiers.disk_budget bounds the disk",

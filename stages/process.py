@@ -124,6 +124,9 @@ def stage_environment(config: RunConfig, pool: Path | None = None) -> dict[str, 
     environment = {**ENVIRONMENT, **os.environ, PARENT: str(os.getpid())}
     if pool is not None:
         environment["LD_PRELOAD"] = str(pool)
+    if config.device.name == "cuda":
+        # freed pages of one size serve blocks of another, so that what is reserved is near what is live
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if config.device.threads:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(config.device.threads)

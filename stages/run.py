@@ -25,6 +25,7 @@ from stages.artifacts.store import Store
 from stages.config import RunConfig, TrainConfig, format_size, load_composed, save_composed
 from stages.native.build import PagePool, page_pool
 from stages.preconditions import (
+    chosen_device,
     for_hardware,
     require_checkpoint,
     require_data,
@@ -297,6 +298,8 @@ def _run_composed(arguments: list[str]) -> int:
             config = for_hardware(config, parsed.only)
             save_composed(config, parsed.composed)
         else:
+            config = chosen_device(config)
+            save_composed(config, parsed.composed)
             require_host_tier(config)
         if parsed.only in ("", "runtime") and not config.wants_curve:
             require_data(config)

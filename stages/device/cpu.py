@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from stages.device.interface import Streams
+from stages.device.interface import Result, Streams
 from stages.device.pages import storage_on_pages
 from stages.region import memory
 
@@ -34,6 +36,18 @@ class Cpu:
             raise ValueError(f"random state of {state.numel()} bytes; expected {size}")
         # an accelerator's state follows that of the CPU
         torch.set_rng_state(state[:size].clone())
+
+    def synchronize(self) -> None:
+        """What returns has run."""
+
+    def peak_of(self, work: Callable[[], Result]) -> tuple[Result, int] | None:
+        return None
+
+    def held_bytes(self) -> int:
+        return 0
+
+    def free_bytes(self) -> int | None:
+        return None
 
     def peak_bytes(self) -> int:
         return memory.peak_resident_bytes()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from stages.artifacts.errors import InfeasibleBudgetError
-from stages.device.interface import COMPUTE, Streams
+from stages.device.interface import COMPUTE, Result, Streams
 
 
 class CudaStreams:
@@ -104,6 +104,27 @@ class Cuda:
             torch.cuda.manual_seed(torch.initial_seed())
         else:
             torch.cuda.set_rng_state(state[host:].clone(), self.target)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.target)
+
+    def peak_of(self, work: Callable[[], Result]) -> tuple[Result, int] | None:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.target)
+        before = torch.cuda.memory_allocated(self.target)
+        result = work()
+        self.synchronize()
+        return result, max(0, torch.cuda.max_memory_allocated(self.target) - before)
+
+    def held_bytes(self) -> int:
+        # cuBLAS asks the allocator for its workspace, once per handle and stream
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.target)
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.target)
+        cached = torch.cuda.memory_reserved(self.target) - torch.cuda.memory_allocated(self.target)
+        return free + cached
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.target)

@@ -7,13 +7,14 @@ the plan is such a queue. The CPU has none: there, what returns has run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 COMPUTE = "compute"
+Result = TypeVar("Result")
 
 #: a point in a queue; what it is depends on the device
 Mark = Any
@@ -106,6 +107,23 @@ class Device(Protocol):
         Raises:
             ValueError: It is no such state.
         """
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when all that was issued has run."""
+        ...
+
+    def peak_of(self, work: Callable[[], Result]) -> tuple[Result, int] | None:
+        """Runs `work`: its result, and the most bytes of the allocator beyond those before; None where the
+        process's memory is the gauge."""
+        ...
+
+    def held_bytes(self) -> int:
+        """What libraries hold of its memory, where no tensor is alive."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room for tensors; None where it is host memory."""
         ...
 
     def peak_bytes(self) -> int:

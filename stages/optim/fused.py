@@ -96,9 +96,9 @@ def states_dtype(states: Mapping[str, torch.Tensor], default: torch.dtype) -> to
     return next((state.dtype for state in states.values()), default)
 
 
-def _step_tensor(step: int) -> torch.Tensor:
+def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
     # the classes count in float32 too, exact up to 2^24 steps
-    return torch.tensor(float(step), dtype=torch.float32)
+    return torch.full((), float(step), dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class FusedAdam(FusedKernel):
             [states["exp_avg"]],
             [states["exp_avg_sq"]],
             [states["max_exp_avg_sq"]] if settings.amsgrad else [],
-            [_step_tensor(step)],
+            [_step_tensor(step, weight.device)],
             lr=lr,
             beta1=settings.betas[0],
             beta2=settings.betas[1],
@@ -218,7 +218,7 @@ class FusedAdagrad(FusedKernel):
             [weight],
             [gradient],
             [states["sum"]],
-            [_step_tensor(step)],
+            [_step_tensor(step, weight.device)],
             lr=lr,
             lr_decay=settings.lr_decay,
             weight_decay=settings.weight_decay,

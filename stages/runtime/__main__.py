@@ -44,8 +44,13 @@ def work(order: Order) -> None:
     trace = msgspec.json.encode(to_chrome_trace(timelines))
     envelope.write_atomically(order.run_folder / "timeline.json", trace)
     # the loop resets the kernel's mark at each step, and keeps the largest
-    own = max(summary.peak_bytes_by_stage.get("runtime", 0), peak_bytes())
-    peaks = {**costs.stage_peak_bytes, "solve": solve_provenance.peak_bytes, "runtime": own}
+    own = summary.peak_bytes_by_stage.get("runtime", 0)
+    peaks = {"runtime": own}
+    if (
+        plan.device == "cpu"
+    ):  # beside an accelerator the processes are in host memory, which its budget is not of
+        own = max(own, peak_bytes())
+        peaks = {**costs.stage_peak_bytes, "solve": solve_provenance.peak_bytes, "runtime": own}
     complete = msgspec.structs.replace(summary, peak_bytes_by_stage=peaks, peak_bytes=max(peaks.values()))
     write_summary(order, complete)
 

@@ -11,6 +11,7 @@ from stages.artifacts.graph import RegionGraph
 from stages.artifacts.plan import Plan, Prediction
 from stages.artifacts.timeline import Timeline
 from stages.config import RunConfig, parse_size
+from stages.room import available_bytes
 from stages.solve.build import build_problem
 from stages.solve.homes import require_tiers
 from stages.solve.micro_batches import cuts, fastest
@@ -48,7 +49,7 @@ def run(
             found=config.solver.name,
             expected=names,
         )
-    tiers = tier_budgets(config)
+    tiers = tier_budgets(config, costs)
     of_evaluation = build_problem(*evaluation, tiers.host_bytes) if evaluation is not None else None
     ways = cuts(config, costs)
     tasks = [
@@ -79,6 +80,10 @@ def run(
     return plan, solution.simulation.timeline
 
 
+#: of free host memory, in percent: the rest is for what else runs there
+_HOST_SHARE = 85
+
+
 @dataclass(frozen=True)
 class TierBudgets:
     """Bytes that host memory (beside an accelerator) and the disk may hold; None: what there is."""
@@ -87,11 +92,14 @@ class TierBudgets:
     disk_bytes: int | None
 
 
-def tier_budgets(config: RunConfig) -> TierBudgets:
-    """As configured, else what the hardware entry has, where plans are made for one."""
+def tier_budgets(config: RunConfig, costs: Costs | None = None) -> TierBudgets:
+    """As configured, else what the hardware entry has, where plans are made for one; else, beside an
+    accelerator, most of what this machine has free."""
     tiers, hardware = config.tiers, config.hardware
     host = parse_size(tiers.host_budget, "tiers.host_budget") if tiers.host_budget else None
     disk = parse_size(tiers.disk_budget, "tiers.disk_budget") if tiers.disk_budget else None
+    if costs is not None and costs.device != "cpu" and costs.source == "measured" and host is None:
+        host = available_bytes() * _HOST_SHARE // 100
     if not hardware.planned_for:
         return TierBudgets(host, disk)
     return TierBudgets(

@@ -13,15 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from threading import Event
+from typing import Protocol
 
 import msgspec
 
 from stages.artifacts.costs import LinkCost
-from stages.trace.profile.transfers import Direction
 
 #: compute keeps at least a tenth of its speed under both, whatever noise makes of a measurement
 _MOST_SLOWDOWN = 0.45
 _CASES = 3
+
+
+class Repeated(Protocol):
+    """Transfers one way, again and again; returns their bytes per second."""
+
+    def bytes_per_s(self, seconds: float) -> int: ...
+
+    def bytes_per_s_until(self, stop: Event) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class _Beside:
 
 def with_contention(
     links: Sequence[LinkCost],
-    directions: tuple[Direction, Direction],
+    directions: tuple[Repeated, Repeated],
     compute: Callable[[], object],
     seconds: float,
 ) -> list[LinkCost]:
@@ -68,7 +76,7 @@ def fitted(reading: float, writing: float, both: float) -> tuple[float, float]:
     return tuple(min(_MOST_SLOWDOWN, max(0.0, loss + error)) for loss in (reading, writing))  # type: ignore[return-value]
 
 
-def _beside(compute: Callable[[], object], directions: Sequence[Direction], seconds: float) -> _Beside:
+def _beside(compute: Callable[[], object], directions: Sequence[Repeated], seconds: float) -> _Beside:
     """Alone and disturbed in turn, so that a slow drift of the machine falls on both."""
     free_s = _typical_s(compute, seconds)
     stop = Event()

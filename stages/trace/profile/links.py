@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -15,7 +15,7 @@ from threading import Barrier
 from stages.artifacts.costs import LinkCost
 from stages.artifacts.errors import StorageError
 from stages.region import memory
-from stages.trace.profile.contention import with_contention
+from stages.trace.profile.contention import Repeated, with_contention
 from stages.trace.profile.transfers import (
     BLOCK_BYTES,
     HALF_BLOCKS,
@@ -83,7 +83,7 @@ def _measure(descriptor: int, seconds: float, compute: Callable[[], object] | No
     writer = Direction(write_at, descriptor, buffers[1], first_block=HALF_BLOCKS)
     share = seconds / (4 if compute is None else 10)
     alone = [direction.bytes_per_s(share) for direction in (reader, writer)]
-    together = _together([reader, writer], share)
+    both = together([reader, writer], share)
     links = [
         LinkCost(
             name=name,
@@ -94,7 +94,7 @@ def _measure(descriptor: int, seconds: float, compute: Callable[[], object] | No
             scattered_block_ns=direction.scattered_block_ns(),
         )
         for name, direction, single, shared in zip(
-            ("disk_read", "disk_write"), (reader, writer), alone, together, strict=True
+            ("disk_read", "disk_write"), (reader, writer), alone, both, strict=True
         )
     ]
     if compute is None:
@@ -102,10 +102,10 @@ def _measure(descriptor: int, seconds: float, compute: Callable[[], object] | No
     return with_contention(links, (reader, writer), compute, seconds * 0.6)
 
 
-def _together(directions: list[Direction], seconds: float) -> list[int]:
+def together(directions: Sequence[Repeated], seconds: float) -> list[int]:
     barrier = Barrier(len(directions))
 
-    def run(direction: Direction) -> int:
+    def run(direction: Repeated) -> int:
         barrier.wait()
         return direction.bytes_per_s(seconds)
 

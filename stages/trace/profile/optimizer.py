@@ -92,26 +92,30 @@ def _subjects(graph: g.RegionGraph, kernel: UpdateKernel) -> tuple[_Subject, _Su
 
 def _measure(kernel: UpdateKernel, subject: _Subject, gauge: PeakGauge, room_bytes: int) -> tuple[int, int]:
     """Nanoseconds of one update, and its peak memory beyond weight, master, gradient and state."""
-    updates = [_update(kernel, subject)]
+    device = gauge.device
+    updates = [_update(kernel, subject, device.target)]
     updates[0]()
     workspace_bytes = gauge.peak_of(updates[0])[1]
     fitting = min(_MOST_SETS, room_bytes // (subject.elements * _BYTES_PER_ELEMENT))
-    updates += [_update(kernel, subject) for _ in range(1, fitting)]
+    updates += [_update(kernel, subject, device.target) for _ in range(1, fitting)]
     for update in updates:
         update()
     times = []
     for repeat in range(max(_REPEATS, 2 * len(updates))):
+        device.synchronize()
         start = time.perf_counter_ns()
         updates[repeat % len(updates)]()
+        device.synchronize()
         times.append(time.perf_counter_ns() - start)
     return int(median(times)), workspace_bytes
 
 
-def _update(kernel: UpdateKernel, subject: _Subject) -> Callable[[], None]:
+def _update(kernel: UpdateKernel, subject: _Subject, device: torch.device) -> Callable[[], None]:
     """An update of tensors of its own, after the norm of the gradient."""
-    master = torch.randn(subject.elements).mul_(0.02)
-    gradient = torch.randn(subject.elements).mul_(0.02).to(subject.weight_dtype)
-    states = kernel.init_state("profile", master.view(subject.shape))
+    master = torch.randn(subject.elements, device=device).mul_(0.02)
+    gradient = torch.randn(subject.elements, device=device).mul_(0.02).to(subject.weight_dtype)
+    made = kernel.init_state("profile", master.view(subject.shape))
+    states = {name: state.to(device) for name, state in made.items()}
     shape = subject.shape
     if gradient.dtype == master.dtype:
 

@@ -10,23 +10,27 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import RegionCost
+from stages.device.cpu import Cpu
+from stages.device.interface import Device
 from stages.region import autograd
 from stages.region.interpreter import RegionFunction
 from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.stand_ins import Case, gradient_like, region_tensors
 
 Result = TypeVar("Result")
+_CPU = Cpu()
 
 
 class Bench:
     """One region with stand-in tensors, ready to run."""
 
-    def __init__(self, graph: g.RegionGraph, case: Case) -> None:
+    def __init__(self, graph: g.RegionGraph, case: Case, device: Device = _CPU) -> None:
         self._case = case
+        self.device = device
         self.kind = case.region.kind
         self._sizes = g.planned_sizes(graph)
-        self._function = RegionFunction(graph, case.region, torch.device("cpu"))
-        self.tensors = region_tensors(graph, case.region)
+        self._function = RegionFunction(graph, case.region, device.target)
+        self.tensors = region_tensors(graph, case.region, device.target)
         self.sums: dict[str, torch.Tensor] = {}
         self.received: dict[str, torch.Tensor] = {}
 
@@ -45,10 +49,10 @@ class Bench:
 
     def run_timed(self) -> tuple[int, int]:
         """Forward and backward once; nanoseconds of each."""
-        (outputs, tape), forward_ns = timed(lambda: self.forward(keep=True))
+        (outputs, tape), forward_ns = timed(lambda: self.forward(keep=True), self.device)
         self.receive(outputs, tape)
         del outputs
-        gradients, backward_ns = timed(lambda: self.backward(tape))
+        gradients, backward_ns = timed(lambda: self.backward(tape), self.device)
         del gradients
         return forward_ns, backward_ns
 
@@ -83,7 +87,7 @@ def measure_region(graph: g.RegionGraph, case: Case, gauge: PeakGauge) -> Region
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _measure(Bench(graph, case), gauge)
+        return _measure(Bench(graph, case, gauge.device), gauge)
 
 
 def _measure(bench: Bench, gauge: PeakGauge) -> RegionCost:
@@ -116,7 +120,9 @@ def _measure(bench: Bench, gauge: PeakGauge) -> RegionCost:
     )
 
 
-def timed(work: Callable[[], Result]) -> tuple[Result, int]:
+def timed(work: Callable[[], Result], device: Device = _CPU) -> tuple[Result, int]:
+    device.synchronize()
     start = time.perf_counter_ns()
     result = work()
+    device.synchronize()
     return result, time.perf_counter_ns() - start

@@ -18,6 +18,8 @@ import torch
 
 from stages.artifacts import graph as g
 from stages.artifacts.costs import RegionCost
+from stages.device.cpu import Cpu
+from stages.device.interface import Device
 from stages.trace.profile.quiet import QUIET_SHARE, Moment
 from stages.trace.profile.regions import Bench, timed
 from stages.trace.profile.stand_ins import Case
@@ -25,6 +27,7 @@ from stages.trace.profile.stand_ins import Case
 #: copies of a repeated kind in one round at most: more only make the round longer
 _MOST_COPIES = 4
 _LEAST_ROUNDS = 3
+_CPU = Cpu()
 _MOST_ROUNDS = 12
 
 
@@ -61,6 +64,7 @@ def measure_times(
     *,
     room_bytes: int,
     seconds: float,
+    device: Device = _CPU,
 ) -> dict[int, Times]:
     """Times of every kind.
 
@@ -76,7 +80,7 @@ def measure_times(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for group, weight in zip(groups, weights, strict=True):
-            found |= _measure_group(graph, group, seconds * weight / max(1, sum(weights)))
+            found |= _measure_group(graph, group, seconds * weight / max(1, sum(weights)), device)
     return found
 
 
@@ -125,8 +129,10 @@ def _with_copies(group: list[Member], repeats: Mapping[int, int], room_bytes: in
     return group
 
 
-def _measure_group(graph: g.RegionGraph, group: Sequence[Member], seconds: float) -> dict[int, Times]:
-    benches = [Bench(graph, member.case) for member in group for _ in range(member.copies)]
+def _measure_group(
+    graph: g.RegionGraph, group: Sequence[Member], seconds: float, device: Device
+) -> dict[int, Times]:
+    benches = [Bench(graph, member.case, device) for member in group for _ in range(member.copies)]
     _run(benches)  # makes the gradients that arrive from outside, and pays for kernel caches
     started = time.monotonic()
     rounds: list[_Round] = []
@@ -169,13 +175,13 @@ def _run(benches: Sequence[Bench]) -> _Round:
     result = _Round(0.0)
     tapes = []
     for bench in benches:
-        (outputs, tape), time_ns = timed(lambda bench=bench: bench.forward(keep=True))
+        (outputs, tape), time_ns = timed(lambda bench=bench: bench.forward(keep=True), bench.device)
         result.forward_ns.setdefault(bench.kind, []).append(time_ns)
         bench.receive(outputs, tape)
         outputs.clear()
         tapes.append(tape)
         del tape
     for bench in reversed(benches):
-        _, time_ns = timed(lambda bench=bench: bench.backward(tapes.pop()).clear())
+        _, time_ns = timed(lambda bench=bench: bench.backward(tapes.pop()).clear(), bench.device)
         result.backward_ns.setdefault(bench.kind, []).append(time_ns)
     return _Round(moment.others_share(), result.forward_ns, result.backward_ns)

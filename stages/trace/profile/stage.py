@@ -20,11 +20,14 @@ from stages.artifacts.costs import Costs, RegionCost, SliceCosts
 from stages.artifacts.errors import ArtifactError, InfeasibleBudgetError
 from stages.artifacts.slicing import BATCH, graph_of_slice
 from stages.config import RunConfig
+from stages.device.choose import device_named
+from stages.device.interface import Device
 from stages.optim.groups import make_groups
 from stages.region import memory
 from stages.region.interpreter import RegionFunction
 from stages.room import available_bytes
 from stages.trace.profile.cuts import loss_for, numbers_of_slices
+from stages.trace.profile.device_links import measure_device_links
 from stages.trace.profile.links import measure_links
 from stages.trace.profile.optimizer import measure_optimizer
 from stages.trace.profile.peak import PeakGauge
@@ -41,6 +44,8 @@ from stages.trace.profile.training_process import (
 #: for the rounds of all region kinds together, beyond the four runs that each one gets alone
 _TIMING_S = 12.0
 _LINKS_S = 6.0
+#: what the CUDA allocator reserves beyond live bytes with expandable segments: pages of 2 MiB, blocks of 512 B
+_OVERHEAD_PPM = 40_000
 
 
 def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
@@ -63,8 +68,10 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     most, graph = graph, graph_of_slice(graph, config.train.micro_batches)
     groups = make_groups(config.optimizer, graph.parameters, graph.precision)
     idle_bytes = measure_training_process(Order(graph, config.optimizer, graph.precision, threads))
-    gauge = PeakGauge()
-    warm_up()
+    device = device_named("cpu" if config.device.name == "auto" else config.device.name)
+    gauge = PeakGauge(device)
+    warm_up(device.target)
+    held_bytes = device.held_bytes()
     before = _settled_bytes()
     cases = representative_cases(graph)
     regions = _measure_regions(graph, cases, gauge, idle_bytes)
@@ -76,15 +83,21 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     caches_bytes = max(0, _settled_bytes() - before)
     room = gauge.process_peak_bytes - _settled_bytes()
     optimizer = measure_optimizer(graph, groups.base, gauge, room_bytes=room, groups=groups)
-    links = measure_links(
-        _existing(config.tiers.folder), seconds=_LINKS_S, compute=_typical_work(graph, cases, regions)
-    )
+    work = _typical_work(graph, cases, regions, device)
+    links = measure_links(_existing(config.tiers.folder), seconds=_LINKS_S, compute=work)
+    if device.beside_host:
+        links = [*measure_device_links(device, seconds=_LINKS_S, compute=work), *links]
     return Costs(
-        device="cpu",
+        device=device.name,
         threads=threads,
         source="measured",
-        baseline_bytes=idle_bytes + caches_bytes,
-        stage_peak_bytes={"profile": gauge.process_peak_bytes},
+        baseline_bytes=max(held_bytes, device.held_bytes())
+        if device.beside_host
+        else idle_bytes + caches_bytes,
+        # beside an accelerator the stages before training are in host memory, which no budget of it covers
+        stage_peak_bytes={} if device.beside_host else {"profile": gauge.process_peak_bytes},
+        host_baseline_bytes=max(idle_bytes, _settled_bytes()) if device.beside_host else 0,
+        allocator_overhead_ppm=_OVERHEAD_PPM if device.free_bytes() is not None else 0,
         regions=regions,
         links=links,
         optimizer=optimizer,
@@ -106,12 +119,14 @@ def _measure_regions(
     """Memory of each kind alone, then times of all, within the memory that the largest has taken."""
     costs = []
     for position, case in enumerate(cases.values(), start=1):
-        _check_room(graph, case, idle_bytes)
+        _check_room(graph, case, idle_bytes, gauge.device)
         with _running(case):
             costs.append(measure_region(graph, case, gauge))
         print(f"profile: kind {position} of {len(cases)} ({case.region.name}) measured", flush=True)
-    room = gauge.process_peak_bytes - _settled_bytes()
-    times = measure_times(graph, cases, costs, room_bytes=room, seconds=_TIMING_S)
+    free = gauge.device.free_bytes()
+    # on the CPU what the largest region has taken; no budget is under that
+    room = gauge.process_peak_bytes - _settled_bytes() if free is None else free // 2
+    times = measure_times(graph, cases, costs, room_bytes=room, seconds=_TIMING_S, device=gauge.device)
     for kind, found in times.items():
         print(
             f"profile: {cases[kind].region.name} takes {found.forward_ns / 1e6:.1f} ms forward, "
@@ -137,13 +152,13 @@ def say_if_disturbed(others_share: float) -> None:
 
 
 def _typical_work(
-    graph: g.RegionGraph, cases: Mapping[int, Case], costs: Sequence[RegionCost]
+    graph: g.RegionGraph, cases: Mapping[int, Case], costs: Sequence[RegionCost], device: Device
 ) -> Callable[[], object]:
     """Forward and backward of the kind that a step spends most time in."""
     repeats = Counter(region.kind for region in graph.regions)
     spent = {cost.kind: repeats[cost.kind] * (cost.forward_ns + cost.backward_ns) for cost in costs}
     with torch.random.fork_rng(devices=[]):
-        bench = Bench(graph, cases[max(spent, key=spent.__getitem__)])
+        bench = Bench(graph, cases[max(spent, key=spent.__getitem__)], device)
 
     def work() -> object:
         with torch.random.fork_rng(devices=[]):
@@ -167,9 +182,10 @@ def _running(case: Case) -> Iterator[None]:
         ) from error
 
 
-def _check_room(graph: g.RegionGraph, case: Case, idle_bytes: int) -> None:
+def _check_room(graph: g.RegionGraph, case: Case, idle_bytes: int, device: Device) -> None:
     """Refuses, from shapes alone, a region that would get this process killed."""
-    needed, available = least_bytes(graph, case), available_bytes()
+    needed, free = least_bytes(graph, case), device.free_bytes()
+    available = available_bytes() if free is None else free
     if needed > available:
         raise InfeasibleBudgetError(
             f"region {case.region.name} holds at least {needed} bytes during its backward (inputs, weights "

@@ -11,6 +11,7 @@ from stages.region import operators
 from stages.region.sums import summed_in_engine
 
 _STANDARD_DEVIATION = 0.02
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,18 @@ def representative_cases(graph: g.RegionGraph) -> dict[int, Case]:
     return {kind: case for kind, (_, case) in sorted(chosen.items())}
 
 
-def region_tensors(graph: g.RegionGraph, region: g.Region) -> dict[str, torch.Tensor]:
+def region_tensors(
+    graph: g.RegionGraph, region: g.Region, device: torch.device = _CPU
+) -> dict[str, torch.Tensor]:
     """Inputs, weights and buffers of `region` by name, with contents that any operator can take."""
     specs = {spec.name: spec.spec for spec in graph.inputs}
     specs |= {value.name: value.spec for value in graph.values}
     specs |= {parameter.name: parameter.spec for parameter in graph.parameters}
     sizes = g.planned_sizes(graph)
-    return {name: stand_in(specs[name], sizes) for name in (*region.inputs, *region.parameters)}
+    return {name: stand_in(specs[name], sizes, device) for name in (*region.inputs, *region.parameters)}
 
 
-def stand_in(spec: g.TensorSpec, sizes: dict[str, int]) -> torch.Tensor:
+def stand_in(spec: g.TensorSpec, sizes: dict[str, int], device: torch.device = _CPU) -> torch.Tensor:
     """A tensor of this shape, stride and dtype: small normal floats, zeros (which index anything),
     true booleans."""
     dtype = operators.dtype(spec.dtype)
@@ -76,7 +79,7 @@ def stand_in(spec: g.TensorSpec, sizes: dict[str, int]) -> torch.Tensor:
     stride = [g.evaluate_size(size, sizes) for size in spec.stride]
     # filled flat, since an expanded tensor cannot be written to
     elements = g.storage_bytes(spec, sizes) // g.BYTES_PER_ELEMENT[spec.dtype]
-    flat = torch.empty(elements, dtype=dtype)
+    flat = torch.empty(elements, dtype=dtype, device=device)
     fill(flat)
     return flat.as_strided(shape, stride)
 

@@ -64,11 +64,11 @@ def measure_training_process(order: Order) -> int:
     return int(finished.stdout.split()[-1])
 
 
-def warm_up() -> None:
+def warm_up(device: torch.device | None = None) -> None:
     """Uses what every model uses, so that its threads and caches exist."""
     with torch.random.fork_rng(devices=[]):
         for dtype in (torch.float32, torch.bfloat16):
-            weight = torch.randn(_WARM_SIDE, _WARM_SIDE, dtype=dtype, requires_grad=True)
+            weight = torch.randn(_WARM_SIDE, _WARM_SIDE, dtype=dtype, device=device, requires_grad=True)
             torch.nn.functional.gelu(weight @ weight).sum().backward()
 
 
