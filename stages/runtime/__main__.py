@@ -46,9 +46,8 @@ def work(order: Order) -> None:
     # the loop resets the kernel's mark at each step, and keeps the largest
     own = summary.peak_bytes_by_stage.get("runtime", 0)
     peaks = {"runtime": own}
-    if (
-        plan.device == "cpu"
-    ):  # beside an accelerator the processes are in host memory, which its budget is not of
+    # beside an accelerator processes are in host memory, which the budget is not of
+    if plan.device == "cpu":
         own = max(own, peak_bytes())
         peaks = {**costs.stage_peak_bytes, "solve": solve_provenance.peak_bytes, "runtime": own}
     complete = msgspec.structs.replace(summary, peak_bytes_by_stage=peaks, peak_bytes=max(peaks.values()))

@@ -44,7 +44,7 @@ def check(order: Order, plan: Plan, graph: RegionGraph, costs: Costs) -> None:
             f"the plan is for a budget of {plan.budget_bytes} bytes; expected {order.config.budget_bytes}. "
             f"Delete it and run again"
         )
-    tiers = tier_budgets(order.config)
+    tiers = tier_budgets(order.config, costs)
     verify(
         plan,
         graph,

@@ -39,7 +39,7 @@ def run_again(
     Raises:
         InfeasibleBudgetError: No plan fits, and the previous one is predicted to exceed the budget.
     """
-    tiers = tier_budgets(config)
+    tiers = tier_budgets(config, costs)
     kept, kept_timeline = predict_again(graph, costs, previous, evaluation)
     try:
         made, made_timeline = run(with_numbers_of(config, previous), graph, costs, evaluation=evaluation)

@@ -15,8 +15,10 @@ def work(order: Order) -> None:
     costs = run(order.config, graph)
     # measuring resets the kernel's mark, so the stage keeps the largest of before
     own = max(costs.stage_peak_bytes.get("profile", 0), peak_bytes())
-    peaks = {**costs.stage_peak_bytes, "trace": provenance.peak_bytes, "profile": own}
-    order.save(msgspec.structs.replace(costs, stage_peak_bytes=peaks), own)
+    if costs.device == "cpu":  # beside an accelerator these stages are in host memory
+        peaks = {**costs.stage_peak_bytes, "trace": provenance.peak_bytes, "profile": own}
+        costs = msgspec.structs.replace(costs, stage_peak_bytes=peaks)
+    order.save(costs, own)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from stages.trace.profile.training_process import (
 #: for the rounds of all region kinds together, beyond the four runs that each one gets alone
 _TIMING_S = 12.0
 _LINKS_S = 6.0
-#: what the CUDA allocator reserves beyond live bytes with expandable segments: pages of 2 MiB, blocks of 512 B
+#: what the CUDA allocator reserves beyond live bytes with expandable segments (pages of 2 MiB)
 _OVERHEAD_PPM = 40_000
 
 
