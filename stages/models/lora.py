@@ -2,8 +2,7 @@
 
 E. Hu and others, LoRA: Low-Rank Adaptation of Large Language Models (arXiv:2106.09685), equation 3:
 y = W x + (alpha / r) B A x, with A drawn as a layer's weight is and B zero, so that training starts
-from the model as it was. Names and initial values are those of the library peft, which reads what
-`stages.runtime.adapters` writes.
+from the model as it was. Names and initial values are those of the library peft.
 """
 
 from __future__ import annotations
