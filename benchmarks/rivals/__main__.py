@@ -2,6 +2,7 @@
 
     python -m benchmarks.rivals                        # GPT-2 124M, bf16, 4x512: about 25 minutes
     python -m benchmarks.rivals --quick                # a small model, to try it out; nothing is written
+    python -m benchmarks.rivals --dropout              # with the model's dropout (results: rivals-dropout)
     python -m benchmarks.rivals --resume               # goes on where it was interrupted
     python -m benchmarks.rivals --deepspeed-python VENV/bin/python   # with DeepSpeed, and its smallest limit
     python -m benchmarks.rivals --limits eager fused hand-tuned mapped   # the smallest cgroup of each: long
@@ -31,6 +32,8 @@ from benchmarks.rivals.record import Record
 from benchmarks.rivals.workload import ROOT, Workload, has_deepspeed, page_keeping_allocator
 from stages.config import parse_size
 
+#: under dropout torch's attention on the CPU keeps the matrix of all pairs, and M grows by half
+_NO_DROPOUT = tuple(f"+model.arguments.{name}_pdrop=0.0" for name in ("attn", "resid", "embd"))
 _QUICK = (
     "model.arguments.n_layer=2", "model.arguments.n_embd=64", "model.arguments.n_head=2",
     "+model.arguments.vocab_size=2048", "+model.arguments.bos_token_id=0", "+model.arguments.eos_token_id=0",
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged = judge(found, setting.shares)
     _show(found, judged, setting.console)
     if not options.quick:
-        _write(found, judged, options.results)
+        _write(found, judged, options.results, "rivals-dropout" if options.dropout else "rivals")
     return 1 if any(check.met is False for check in judged) else 0
 
 
@@ -86,6 +89,7 @@ def _measure_sizes(options: argparse.Namespace, setting: Setting, found: Record)
 def _setting(options: argparse.Namespace) -> Setting:
     console = Console(width=200)
     overrides = tuple(options.overrides) or (_QUICK if options.quick else ())
+    overrides += () if options.dropout else _NO_DROPOUT
     workload = Workload(options.model, options.precision, options.batch_size, options.seq_len, overrides)
     allocator = page_keeping_allocator(options.allocator)
     console.print(f"{workload.name}; page-keeping allocator: {allocator.name}", highlight=False)
@@ -106,16 +110,16 @@ def _show(found: Record, judged: Sequence[checks.Check], console: Console) -> No
     console.print(table.as_table("Checks", table.CHECK_COLUMNS, table.check_cells(judged)))
 
 
-def _write(found: Record, judged: Sequence[checks.Check], folder: Path) -> None:
+def _write(found: Record, judged: Sequence[checks.Check], folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "record": found,
         "checks": [{**msgspec.structs.asdict(check), "met": check.met} for check in judged],
     }
-    (folder / "rivals.json").write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+    (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
     commands = ["python -m benchmarks.rivals"] if found.runs else []
     commands += ["python -m benchmarks.rivals --size"] if found.sizes else []
-    (folder / "rivals.md").write_text(table.as_markdown(found, judged, commands))
+    (folder / f"{name}.md").write_text(table.as_markdown(found, judged, commands))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -128,6 +132,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--overrides", nargs="+", default=[], help="of the model, as on this tool's command line"
     )
+    parser.add_argument("--dropout", action="store_true", help="as the model's file has it; default: none")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--batch-size", type=int, default=None)
     parser.add_argument("--seq-len", type=int, default=None)
@@ -158,7 +163,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("at least 2 steps: the first step does not count")
     options.batch_size = options.batch_size or (2 if options.quick else 4)
     options.seq_len = options.seq_len or (64 if options.quick else 512)
-    options.work = options.work.absolute()
+    options.work = options.work.absolute() / ("dropout" if options.dropout else "plain")
     options.work.mkdir(parents=True, exist_ok=True)
     return options
 

@@ -28,7 +28,8 @@ class Workload:
 
     @property
     def name(self) -> str:
-        changed = "".join(f" {override.rpartition('.')[2]}" for override in self.overrides)
+        changed = "".join(f" {override.removeprefix('+model.arguments.')}" for override in self.overrides)
+        changed = changed.replace("model.arguments.", "")
         return f"{self.model}{changed} {self.precision} {self.batch_size}x{self.seq_len}"
 
     @property

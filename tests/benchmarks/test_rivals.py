@@ -270,7 +270,7 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing(
 @pytest.mark.slow
 def test_a_small_comparison_runs(tmp_path: Path) -> None:
     rivals.main(["--quick", "--steps", "2", "--repeats", "1", "--work", str(tmp_path)])
-    kept = msgspec.json.decode((tmp_path / "record.json").read_bytes(), type=record.Record)
+    kept = msgspec.json.decode((tmp_path / "plain" / "record.json").read_bytes(), type=record.Record)
     assert {run.contender for run in kept.runs if not run.failure} >= {"eager", "hand-tuned", "ours at 1.5 M"}
 
 
