@@ -30,7 +30,7 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test that needs neither minutes nor special hardware, one process per core."""
     session.install("-e", ".[test]")
-    session.run("pytest", "-n", "auto", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-n", "auto", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -15,7 +15,7 @@ import torch
 from stages.artifacts import graph as g
 from stages.artifacts.costs import Costs
 from stages.artifacts.errors import InfeasibleBudgetError
-from stages.config import OptimizerConfig, RunConfig, TiersConfig
+from stages.config import DeviceConfig, OptimizerConfig, RunConfig, TiersConfig
 from stages.region import memory
 from stages.room import available_bytes
 from stages.trace.profile import stage
@@ -23,7 +23,11 @@ from tests.trace.profile.hand_graph import mlp_graph
 
 
 def _config(disk: Path) -> RunConfig:
-    return RunConfig(optimizer=OptimizerConfig(name="adamw"), tiers=TiersConfig(disk=str(disk)))
+    return RunConfig(
+        device=DeviceConfig(name="cpu"),
+        optimizer=OptimizerConfig(name="adamw"),
+        tiers=TiersConfig(disk=str(disk)),
+    )
 
 
 @dataclass
@@ -79,10 +83,11 @@ def test_a_region_larger_than_the_memory_is_refused_before_it_is_made(tmp_path: 
 def test_measuring_loads_neither_the_compiler_nor_transformers() -> None:
     code = (
         "import sys\n"
-        "from stages.config import OptimizerConfig, RunConfig\n"
+        "from stages.config import DeviceConfig, OptimizerConfig, RunConfig\n"
         "from stages.trace.profile import stage\n"
         "from tests.trace.profile.hand_graph import mlp_graph\n"
-        "stage.run(RunConfig(optimizer=OptimizerConfig(name='adamw')), mlp_graph(rows=16))\n"
+        "config = RunConfig(device=DeviceConfig(name='cpu'), optimizer=OptimizerConfig(name='adamw'))\n"
+        "stage.run(config, mlp_graph(rows=16))\n"
         "heavy = ('sympy', 'torch._dynamo', 'transformers')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
