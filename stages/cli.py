@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-import msgspec
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -29,11 +28,10 @@ from omegaconf.errors import (
 )
 
 import stages
-from stages.artifacts.envelope import write_atomically
 from stages.artifacts.errors import ConfigError, StageError
 from stages.config import RunConfig, save_composed
 from stages.overrides import GROUPS, OverrideChecker, check_composed, schema_keys, unknown_key_error
-from stages.process import exit_code, run_child, signal_of
+from stages.process import exit_code, report_error, run_child, signal_of
 from stages.stopping import ALL, PARENT
 
 #: exit code of a refusal
@@ -85,7 +83,7 @@ def main(command: Command, arguments: list[str]) -> NoReturn:
 
 def refuse(error: StageError, run_folder: Path) -> int:
     """Reports `error` on stderr and in `run_folder`/error.json; returns the exit code."""
-    write_atomically(run_folder / "error.json", msgspec.json.format(msgspec.json.encode(error.to_record())))
+    report_error(error.to_record(), run_folder)
     print(f"error: {error}", file=sys.stderr, flush=True)
     return REFUSED
 

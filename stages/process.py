@@ -307,8 +307,12 @@ def pipeline_command(composed: Path, run_folder: Path, only: str = "") -> list[s
 
 
 def report_error(record: Mapping[str, object], run_folder: Path) -> None:
-    """Writes error.json into `run_folder`."""
-    envelope.write_atomically(run_folder / "error.json", msgspec.json.format(msgspec.json.encode(record)))
+    """Writes error.json into `run_folder`; where that is not to be had, the message on stderr is all."""
+    try:
+        envelope.write_atomically(run_folder / "error.json", msgspec.json.format(msgspec.json.encode(record)))
+    except OSError as error:
+        path = run_folder / "error.json"
+        print(f"warning: cannot write {path}: {error.strerror or error}", file=sys.stderr, flush=True)
 
 
 def _crash_record(error: Exception) -> dict[str, object]:

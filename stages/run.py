@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages import keys
-from stages.artifacts.envelope import write_atomically
+from stages.artifacts.envelope import write
 from stages.artifacts.errors import ArtifactError, StageError
 from stages.artifacts.store import Store
 from stages.config import RunConfig, TrainConfig, format_size, load_composed, save_composed
@@ -265,7 +265,7 @@ class Pipeline:
 
 
 def _copy(path: Path, target: Path) -> None:
-    write_atomically(target, path.read_bytes())
+    write(target, path.read_bytes())
 
 
 def say(message: str) -> None:

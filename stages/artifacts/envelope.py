@@ -13,7 +13,7 @@ from stages.artifacts.checkpoint import Checkpoint, check_seal
 from stages.artifacts.checks import check_graph
 from stages.artifacts.costs import Costs
 from stages.artifacts.curve import Curve
-from stages.artifacts.errors import ArtifactError
+from stages.artifacts.errors import ArtifactError, StorageError
 from stages.artifacts.graph import RegionGraph, Struct
 from stages.artifacts.plan import Plan
 from stages.artifacts.summary import Summary
@@ -66,11 +66,21 @@ def save(
     inputs: dict[str, str] | None = None,
     provenance: Provenance | None = None,
 ) -> None:
-    """Writes `artifact` to a temporary name beside `path`, syncs it, and renames it into place.
+    """Writes `artifact`, whole or not at all.
 
     Args:
         inputs: Hashes of the artifacts that it was made from, by kind.
+
+    Raises:
+        StorageError: The folder cannot be written or is full.
     """
+    write(path, encode(artifact, inputs=inputs, provenance=provenance))
+
+
+def encode(
+    artifact: Struct, *, inputs: dict[str, str] | None = None, provenance: Provenance | None = None
+) -> bytes:
+    """`artifact` in its envelope, as `save` writes it."""
     envelope = _Header(
         kind=kind_of(artifact),
         schema_version=SCHEMA_VERSION,
@@ -78,10 +88,33 @@ def save(
         provenance=provenance or Provenance(),
         content=msgspec.Raw(msgspec.json.encode(artifact)),
     )
-    write_atomically(path, msgspec.json.encode(envelope))
+    return msgspec.json.encode(envelope)
+
+
+def write(path: Path, content: bytes) -> None:
+    """As `write_atomically`, for what a stage results in.
+
+    Raises:
+        StorageError: The folder cannot be written or is full.
+    """
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}. Free space there, or give another folder "
+            f"(artifacts: store; what a run leaves: hydra.run.dir)",
+            key="store or hydra.run.dir",
+            found=str(error),
+            expected="a writable folder with enough space",
+        ) from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
+    """Writes to another name beside `path`, syncs, and renames: `path` is whole, or as it was.
+
+    Raises:
+        OSError: The folder cannot be written or is full.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -76,7 +76,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int]:
         entries = {
             key: msgspec.json.decode(raw, type=Entry) for key, raw in table.items() if key != "__metadata__"
         }
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise ArtifactError(f"{path} cannot be read as safetensors: {error}") from error
     return entries, 8 + length
 

@@ -67,7 +67,7 @@ def main() -> None:
     except StageError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(REFUSED)
-    envelope.write_atomically(folder / "curve.svg", curve_picture(curve).encode())
+    envelope.write(folder / "curve.svg", curve_picture(curve).encode())
     console = Console()
     if not console.is_terminal:  # a file has no width, and rows should stay rows
         console = Console(width=_FILE_WIDTH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages.artifacts.envelope import write_atomically
+from stages.artifacts.envelope import write
 from stages.artifacts.losses import LOSSES, LOSSES_HEADER, losses_line
 from stages.artifacts.summary import Summary
 from stages.report.page import render
@@ -19,8 +19,8 @@ def write_report(folder: Path) -> Run:
         ArtifactError: The run is not finished, or a file is damaged.
     """
     run = read_run(folder)
-    write_atomically(folder / LOSSES, losses_csv(run.summary).encode())
-    write_atomically(folder / "report.html", render(run).encode())
+    write(folder / LOSSES, losses_csv(run.summary).encode())
+    write(folder / "report.html", render(run).encode())
     return run
 
 

@@ -31,7 +31,7 @@ def write_forecast(folder: Path) -> Forecast:
         envelope.load(folder / "plan.json", Plan),
     )
     text = msgspec.json.format(msgspec.json.encode(found), indent=2)
-    envelope.write_atomically(folder / "forecast.json", text)
+    envelope.write(folder / "forecast.json", text)
     return found
 
 

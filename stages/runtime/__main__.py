@@ -42,7 +42,7 @@ def work(order: Order) -> None:
     if "predicted" in order.inputs:
         timelines.insert(0, envelope.load(order.inputs["predicted"], Timeline))
     trace = msgspec.json.encode(to_chrome_trace(timelines))
-    envelope.write_atomically(order.run_folder / "timeline.json", trace)
+    envelope.write(order.run_folder / "timeline.json", trace)
     # the loop resets the kernel's mark at each step, and keeps the largest
     own = summary.peak_bytes_by_stage.get("runtime", 0)
     peaks = {"runtime": own}
@@ -57,7 +57,7 @@ def work(order: Order) -> None:
 def write_summary(order: Order, summary: Summary) -> None:
     """summary.json is the record itself, without an envelope: people and scripts read it."""
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    envelope.write_atomically(order.run_folder / "summary.json", text)
+    envelope.write(order.run_folder / "summary.json", text)
 
 
 if __name__ == "__main__":

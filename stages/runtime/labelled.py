@@ -170,7 +170,7 @@ def main() -> None:
     if name != _BYTES:
         from transformers import AutoTokenizer  # only in this process
 
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     write_records(tokenizer, json.loads(sys.stdin.read()), Path(target), int(seq_len))
 
 

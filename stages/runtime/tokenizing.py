@@ -84,7 +84,8 @@ def main() -> None:
 
     folder, target = sys.argv[1:]
     files = [Path(name) for name in sys.stdin.read().split("\0")]
-    tokenize_files(AutoTokenizer.from_pretrained(folder, local_files_only=True), files, Path(target))
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenize_files(tokenizer, files, Path(target))
 
 
 if __name__ == "__main__":

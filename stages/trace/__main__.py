@@ -6,8 +6,10 @@ from stages.process import Order, stage_main
 
 
 def work(order: Order) -> None:
-    from stages.trace.stage import run  # torch: not while composing
+    from stages.optim.check import check_settings  # torch: not while composing
+    from stages.trace.stage import run
 
+    check_settings(order.config)
     order.save(run(order.config, order.config.trace.mode))
 
 

@@ -133,6 +133,10 @@ def _unfit(folder: Path, name: str, found: str, expected: str) -> ArtifactError:
 
 
 def _restore_file(path: Path, pairs: list[tuple[StoredTensor, HeldTensor]], homes: Homes) -> None:
+    if path.is_symlink():  # as with names that lead out of the folder
+        raise ArtifactError(
+            f"{path} is a symbolic link; expected a file in the checkpoint's own folder", key="resume"
+        )
     entries, start = read_header(path)
     try:
         with path.open("rb", buffering=0) as file:

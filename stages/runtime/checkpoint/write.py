@@ -81,7 +81,7 @@ def _write(part: Path, homes: Homes, record: Checkpoint, shard_bytes: int) -> No
     peak = max(record.progress.peak_bytes, homes.device.peak_bytes())
     progress = msgspec.structs.replace(record.progress, peak_bytes=peak)
     complete = msgspec.structs.replace(record, tensors=stored, progress=progress)
-    envelope.save(part / MANIFEST, seal(complete))
+    envelope.write_atomically(part / MANIFEST, envelope.encode(seal(complete)))
     sync_folder(part)
 
 

@@ -1,0 +1,1 @@
+"""Injected faults over all points of a run: `python -m benchmarks.faults`."""
