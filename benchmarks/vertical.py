@@ -3,8 +3,8 @@
     python -m benchmarks.vertical      # about ten minutes; benchmarks/results/vertical.md
 
 Budgets are shares of the least one of the whole batch. Without dropout, whose masks depend on the cut.
-Losses may differ by the rounding of sums that are taken in another order: by `TOLERANCE` of their size. Exit
-code 1 where they differ by more, a run exceeds its budget, or what the planner chose is slower than the whole.
+Losses may differ by the rounding of sums taken in another order: by `TOLERANCE` of their size. Exit
+code 1 where they differ by more, a run exceeds its budget, or what it chose is slower than the whole.
 """
 
 from __future__ import annotations

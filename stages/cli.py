@@ -28,7 +28,7 @@ from omegaconf.errors import (
 )
 
 import stages
-from stages.artifacts.errors import ConfigError, StageError
+from stages.artifacts.errors import ConfigError, StageError, StorageError
 from stages.config import RunConfig, save_composed
 from stages.overrides import GROUPS, OverrideChecker, check_composed, schema_keys, unknown_key_error
 from stages.process import exit_code, report_error, run_child, signal_of
@@ -171,6 +171,16 @@ def _compose_and_run(command: Command, arguments: list[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
+    except OSError as error:
+        folder = requested_run_folder(arguments)
+        if error.filename is None or Path(error.filename) not in (folder, *folder.parents):
+            raise
+        raise StorageError(
+            f"cannot make the run folder {folder}: {error.strerror or error}. Give another as hydra.run.dir",
+            key="hydra.run.dir",
+            found=str(error),
+            expected="a folder that can be made and written",
+        ) from error
     finally:
         sys.argv = argv
         _restore("HYDRA_FULL_ERROR", previous)

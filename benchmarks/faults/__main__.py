@@ -11,16 +11,16 @@ nothing disturbed. Exit code 1 if one does not. Results: benchmarks/results/faul
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
+import multiprocessing
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 
-from benchmarks.faults import in_process, whole
-from benchmarks.faults.trial import Outcome, Trial, WrongError
+from benchmarks.faults.sharing import WORKERS, share
+from benchmarks.faults.trial import Outcome
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "faults.md"
 
@@ -35,33 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="kinds that contain this")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="stages-faults-") as work:
-        found = [
-            _happen(trial)
-            for module in (in_process, whole)
-            for trial in module.trials(Path(work) / module.__name__.rpartition(".")[2], options.quick)
-            if options.only in trial.kind
+    with (
+        tempfile.TemporaryDirectory(prefix="stages-faults-") as work,
+        ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as workers,
+    ):
+        shares = [
+            workers.submit(share, Path(work) / str(index), options.quick, options.only, index)
+            for index in range(WORKERS)
         ]
+        turns = zip_longest(*(one.result() for one in shares))
+    found = [outcome for turn in turns for outcome in turn if outcome is not None]
     table = as_markdown(found)
     print(table)
     if not options.quick and not options.only:
         options.out.write_text(table)
     return 1 if any(outcome.wrong for outcome in found) else 0
-
-
-def _happen(trial: Trial) -> Outcome:
-    started, said = time.monotonic(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            result, wrong = trial.run(), ""
-    except WrongError as error:
-        result, wrong = "wrong", str(error)
-    outcome = Outcome(trial.kind, trial.what, result, time.monotonic() - started, wrong)
-    print(
-        f"{outcome.kind}: {outcome.what}: {outcome.wrong or outcome.result}, {outcome.seconds:.1f} s",
-        flush=True,
-    )
-    return outcome
 
 
 def as_markdown(found: Sequence[Outcome]) -> str:

@@ -218,33 +218,33 @@ def _checkpoints(commands: Commands) -> Iterator[Trial]:
         lambda path: path.write_text(path.read_text().replace("state-00001", "../../state-00001")),
     )
     damages |= {f"state {what}": ("state-00001.safetensors", damage) for what, damage in _ANY.items()}
-    for what, (name, damage) in damages.items():
-        for alone in (True, False):
+    for number, (what, (name, damage)) in enumerate(damages.items()):
+        alone = number % 2 == 0
 
-            def run(name: str = name, damage: Damage = damage, alone: bool = alone) -> str:
-                place = commands.prepared()
-                shutil.rmtree(place / "checkpoints" / f"step-{STEPS}")
-                newest = place / "checkpoints" / f"step-{STEPS - 1}"
-                damage(newest / name)
-                done = commands.run(place, f"resume={newest if alone else newest.parent}")
-                found = commands.judge(done, place)
-                # a folder of several has an older one
-                require(alone or found == SAME, "the older checkpoint was not used")
-                require(not alone or found == REFUSED, "a damaged checkpoint was used")
-                return found
+        def run(name: str = name, damage: Damage = damage, alone: bool = alone) -> str:
+            place = commands.prepared()
+            shutil.rmtree(place / "checkpoints" / f"step-{STEPS}")
+            newest = place / "checkpoints" / f"step-{STEPS - 1}"
+            damage(newest / name)
+            done = commands.run(place, f"resume={newest if alone else newest.parent}")
+            found = commands.judge(done, place)
+            # a folder of several has an older one
+            require(alone or found == SAME, "the older checkpoint was not used")
+            require(not alone or found == REFUSED, "a damaged checkpoint was used")
+            return found
 
-            yield Trial("resume", f"{what}{'' if alone else ', an older one whole'}", run)
+        yield Trial("resume", f"{what}{'' if alone else ', an older one whole'}", run)
 
 
 def _folders(commands: Commands) -> Iterator[Trial]:
     keys = ("store", "tiers.disk", "export.final", "checkpoint.dir", "hydra.run.dir", "resume")
     for key in (*keys, "data.path"):
-        for what in ("a file", "in a file", "dangling link"):
+        for what in ("a file", "in a file", "a dangling link")[: 3 if key == "hydra.run.dir" else 2]:
 
             def run(key: str = key, what: str = what) -> str:
                 place = commands.prepared()
                 path = place / "there"
-                if what == "dangling link":
+                if what == "a dangling link":
                     path.symlink_to(place / "nowhere" / "deep")
                 else:
                     path.write_text("no folder")
@@ -260,7 +260,7 @@ def _broken_writes(commands: Commands) -> Iterator[Trial]:
     """Every stage cannot write its artifact; nothing is in the store to go around it."""
     modules = {"trace": "stages.trace", "profile": "stages.trace.profile", "solve": "stages.solve"}
     for name, module in {**modules, "runtime": "stages.runtime"}.items():
-        for call, kind in (("sync", "ENOSPC"), ("sync", "EIO"), ("rename", "EROFS"), ("rename", "EACCES")):
+        for call, kind in (("sync", "ENOSPC"), ("rename", "EROFS")):
 
             def run(name: str = name, call: str = call, kind: str = kind, module: str = module) -> str:
                 place = commands.prepared()
@@ -285,11 +285,11 @@ def _kills(commands: Commands) -> Iterator[Trial]:
     faults = [
         *(Fault("sync", KILL, f"{name}.json", stage=module) for name, module in modules.items()),
         *(Fault("rename", KILL, f"{name}.json", stage=module) for name, module in modules.items()),
-        *(Fault("write", KILL, "tier-", at, stage="stages.runtime") for at in (1, 40, 150)),
-        *(Fault("read", KILL, "tier-", at, stage="stages.runtime") for at in (1, 60)),
-        *(Fault("write", KILL, "checkpoints", at, stage="stages.runtime") for at in (1, 5, 40, 80)),
-        *(Fault("sync", KILL, "checkpoints", at, stage="stages.runtime") for at in (1, 2, 5)),
-        *(Fault("rename", KILL, "checkpoints", at, stage="stages.runtime") for at in (1, 2, 4)),
+        *(Fault("write", KILL, "tier-", at, stage="stages.runtime") for at in (1, 40)),
+        *(Fault("read", KILL, "tier-", at, stage="stages.runtime") for at in (60,)),
+        *(Fault("write", KILL, "checkpoints", at, stage="stages.runtime") for at in (5, 80)),
+        *(Fault("sync", KILL, "checkpoints", at, stage="stages.runtime") for at in (1, 2)),
+        *(Fault("rename", KILL, "checkpoints", at, stage="stages.runtime") for at in (2, 4)),
         *(Fault(call, KILL, "final", stage="stages.runtime") for call in ("write", "sync", "rename")),
     ]  # fmt: skip
     for fault in faults:
@@ -315,7 +315,7 @@ def _kills(commands: Commands) -> Iterator[Trial]:
 
 def _signals(commands: Commands) -> Iterator[Trial]:
     for number in (signal.SIGTERM, signal.SIGINT):
-        for step in (1, 2, 3):
+        for step in (1, 2):
 
             def run(number: signal.Signals = number, step: int = step) -> str:
                 place = commands.prepared()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import hashlib
 import os
 from pathlib import Path
@@ -116,15 +119,28 @@ def write_atomically(path: Path, content: bytes) -> None:
         OSError: The folder cannot be written or is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _clear_away(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _clear_away(path: Path) -> None:
+    """Removes what killed processes left of their writes to `path`: nobody holds the lock on that."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        process = part.name.split(".")[-2]
+        if Path("/proc", process).exists():  # it may be about to take its lock
+            continue
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
 
 
 def load(path: Path, record: type[Artifact]) -> Artifact:

@@ -45,7 +45,7 @@ def read(graph: g.RegionGraph) -> Iterator[tuple[str, torch.Tensor]]:
         if parameter.name in graph.initial.keys:
             wanted.setdefault(graph.initial.keys[parameter.name], []).append(parameter)
     for name in graph.initial.files:
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
             raise ArtifactError(
                 f"found weights file {name!r}; expected a plain name inside the model's folder"
             )

@@ -178,7 +178,7 @@ def _resume_with(saved: Job, folder: Path, names: Callable[[str], str]) -> None:
     record = json.loads(json.dumps(_plain(manifest)))
     for tensor in record["tensors"]:
         tensor["file"] = names(tensor["file"])
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     crafted = seal(_checkpoint(record))
     envelope.save(folder / "checkpoint.json", crafted)
     saved.run(LEAST, steps=3, resume=str(folder))
@@ -204,6 +204,7 @@ def test_a_link_out_of_a_checkpoint_is_not_followed(saved: Job, tmp_path: Path) 
     crafted = tmp_path / "crafted"
 
     def linked(name: str) -> str:
+        crafted.mkdir(exist_ok=True)
         link = crafted / name
         if not link.is_symlink():
             link.symlink_to(saved.folder / "checkpoints" / "step-2" / name)
@@ -245,7 +246,7 @@ def test_pickled_weights_do_not_run(tmp_path: Path) -> None:
     torch.save({"bert.pooler.dense.bias": torch.ones(8)}, tmp_path / "other.bin")
     config = RunConfig(
         device=DeviceConfig(name="cpu"),
-        model=ModelConfig("hf", "hf", "transformers.BertForMaskedLM", path=str(tmp_path)),
+        model=ModelConfig("hf", "directory", "transformers.BertForMaskedLM", path=str(tmp_path)),
         data=DataConfig(name="random", batch_size=1, seq_len=8),
         optimizer=OptimizerConfig(name="adamw"),
     )

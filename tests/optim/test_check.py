@@ -26,7 +26,8 @@ def config(name: str = "adamw", scheduler: SchedulerConfig | None = None, **sett
 def test_what_can_be_passes() -> None:
     check_settings(config(groups=[{"pattern": "*.bias", "weight_decay": 0.0}]))
     check_settings(config("sgd", SchedulerConfig("cosine", warmup=2), momentum=0.9))
-    check_settings(config("torch.optim.Adafactor", SchedulerConfig("OneCycleLR", arguments={"max_lr": 0.1})))
+    check_settings(config("torch.optim.Adafactor", SchedulerConfig("StepLR", arguments={"step_size": 3})))
+    check_settings(config(scheduler=SchedulerConfig("OneCycleLR", arguments={"max_lr": 0.1})))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_losses_of_both_kinds_are_the_plain_loops(made: object, tmp_path: Path) 
     graph = trace.run(config)
     evaluated = trace.run(config, "eval")
     costs, costs_evaluated = costs_of(graph, config), costs_of(evaluated, config)
-    least = plan_of(replace(config), graph, costs, LEAST)
+    least = plan_of(replace(config, budget="1"), graph, costs, LEAST)
     plan = planned(config, (graph, costs), (evaluated, costs_evaluated), 2 * least.budget_bytes)
     assert {phase.name for phase in plan.phases} >= {"step", "evaluate"}
     summary, _ = run(config, graph, costs, plan, evaluated)

@@ -57,7 +57,7 @@ def load_manifest(folder: Path) -> Checkpoint:
     """
     manifest = envelope.load(folder / MANIFEST, Checkpoint)
     for tensor in manifest.tensors:
-        if Path(tensor.file).name != tensor.file:
+        if Path(tensor.file).name != tensor.file or tensor.file in ("", ".."):
             raise ArtifactError(
                 f"{folder / MANIFEST} names the file {tensor.file!r}; expected a plain name in its folder",
                 key="resume",
