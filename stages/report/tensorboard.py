@@ -94,8 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Writes TensorBoard events of a run while it trains.")
     parser.add_argument("folder", type=Path, help="the run folder")
     folder: Path = parser.parse_args().folder
-    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports] - optional
-    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore - optional
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
     from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
         EventFileWriter,
     )
