@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.faults.trial import REFUSED, SAME, Trial, require
@@ -69,7 +70,7 @@ class Small:
             return SAME
         require("/" in refusal and len(refusal) > 40, f"a poor message: {refusal}")
         require(time.monotonic() - started < _MOST_S, "it took over ten seconds to end")
-        require(not [*(self.job.folder / "final").glob("*")], "half an export is left")
+        self._check_export()
         saved = [*self.saved.glob("*")] if self.saved.exists() else []
         require(all(one.name.startswith("step-") for one in saved), f"half a checkpoint is left: {saved}")
         self._check_numbers(self._train(LEAST, str(self.saved) if saved else ""))
@@ -86,6 +87,16 @@ class Small:
         assert self.expected
         for folder in (self.folder / "run", self.job.folder / "final"):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _check_export(self) -> None:
+        """Whole or absent: its folder may fail to sync after all is in place."""
+        left = [*(self.job.folder / "final").glob("*")]
+        require(all(path.name == "model.safetensors" for path in left), f"half an export is left: {left}")
+        for path in left:
+            weights = load_file(path)
+            require(
+                all(torch.equal(weights[name], one) for name, one in self.expected[1].items()), "wrong export"
+            )
 
     def _check_numbers(self, found: tuple[Summary, dict[str, Tensor]]) -> None:
         summary, weights = self.expected
