@@ -19,16 +19,17 @@ from pathlib import Path
 
 from benchmarks.faults.trial import REFUSED, SAME, SAVED, Trial, require
 from tests.faults.injection import KILL, Fault, environment_of
+from tests.sealed import sealed
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 MODEL = (
-    "+model=mlp", "model.arguments.width=1024", "model.arguments.layers=6", "data=random",
+    "+model=mlp", "model.arguments.width=512", "model.arguments.layers=8", "data=random",
     "data.batch_size=2", "data.seq_len=32", f"steps={STEPS}", "solver=greedy_async", "solver.replan=never",
     "checkpoint.every=1", "checkpoint.keep=3",
 )  # fmt: skip
 #: little above what tracing takes, so that training moves a part
-BUDGET = "budget=405MB"
+BUDGET = "budget=385MB"
 _TIMEOUT_S = 300.0
 _REFUSED = 2
 _MOST_S = 10.0
@@ -57,6 +58,7 @@ class Commands:
     def __init__(self, work: Path) -> None:
         self.work = work
         self._count = 0
+        self._last: Path | None = None
 
     @cached_property
     def undisturbed(self) -> Done:
@@ -66,18 +68,20 @@ class Commands:
         return done
 
     def place(self, name: str = "") -> Path:
-        """A folder for one trial's runs."""
+        """A folder for one trial's runs; the last one's goes."""
+        if self._last is not None:
+            shutil.rmtree(self._last)
         self._count += 1
         folder = self.work / (name or f"trial-{self._count}")
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        self._last = None if name else folder
         return folder
 
-    def prepared(self) -> Path:
-        """A place that has the store and the checkpoints of the undisturbed run."""
+    def prepared(self, *names: str) -> Path:
+        """A place that has the store, and what else is named, of the undisturbed run."""
         origin = self.undisturbed.folder.parent
         place = self.place()
-        for name in ("store", "checkpoints"):
+        for name in ("store", *names):
             shutil.copytree(origin / name, place / name)
         return place
 
@@ -181,7 +185,7 @@ def _content(change: Callable[[dict[str, object]], object]) -> Damage:
     def damage(path: Path) -> None:
         record = json.loads(path.read_bytes())
         change(record["content"])
-        path.write_text(json.dumps(record))
+        path.write_bytes(sealed(record))
 
     return damage
 
@@ -222,7 +226,7 @@ def _checkpoints(commands: Commands) -> Iterator[Trial]:
         alone = number % 2 == 0
 
         def run(name: str = name, damage: Damage = damage, alone: bool = alone) -> str:
-            place = commands.prepared()
+            place = commands.prepared("checkpoints")
             shutil.rmtree(place / "checkpoints" / f"step-{STEPS}")
             newest = place / "checkpoints" / f"step-{STEPS - 1}"
             damage(newest / name)
@@ -296,7 +300,6 @@ def _kills(commands: Commands) -> Iterator[Trial]:
 
         def run(fault: Fault = fault) -> str:
             place = commands.prepared()
-            shutil.rmtree(place / "checkpoints")
             for name, stage in (("graph", "trace"), ("costs", "profile"), ("plan", "solve")):
                 if fault.path == f"{name}.json":
                     shutil.rmtree(place / "store" / stage)
@@ -319,7 +322,6 @@ def _signals(commands: Commands) -> Iterator[Trial]:
 
             def run(number: signal.Signals = number, step: int = step) -> str:
                 place = commands.prepared()
-                shutil.rmtree(place / "checkpoints")
                 process = subprocess.Popen(
                     commands.line(place, "checkpoint.every=0"),
                     cwd=ROOT,

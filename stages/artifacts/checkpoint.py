@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 
 from stages.artifacts.errors import ArtifactError
-from stages.artifacts.graph import Natural, Struct
+from stages.artifacts.graph import DtypeName, Natural, Struct
 
 
 class StoredTensor(Struct, frozen=True):
@@ -19,7 +19,7 @@ class StoredTensor(Struct, frozen=True):
 
     name: str
     file: str  # a plain name beside the manifest
-    dtype: str
+    dtype: DtypeName
     elements: Natural
     sha256: str
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.artifacts.graph import Natural, Struct
+from stages.artifacts.graph import DtypeName, Natural, Struct
 
 
 class RegionCost(Struct, frozen=True):
@@ -53,7 +53,7 @@ class StateSpec(Struct, frozen=True):
 
     name: str  # "exp_avg", "exp_avg_sq", "momentum_buffer", ...
     elements: Natural
-    dtype: str
+    dtype: DtypeName
 
 
 class OptimizerCost(Struct, frozen=True):

@@ -53,6 +53,8 @@ class _Header(msgspec.Struct, frozen=True):
     inputs: dict[str, str]
     provenance: Provenance
     content: msgspec.Raw
+    #: SHA-256 of `content`, byte by byte as written: what was altered, by whatever accident, is not used
+    digest: str = ""
 
 
 def kind_of(artifact: Struct) -> str:
@@ -84,12 +86,14 @@ def encode(
     artifact: Struct, *, inputs: dict[str, str] | None = None, provenance: Provenance | None = None
 ) -> bytes:
     """`artifact` in its envelope, as `save` writes it."""
+    content = msgspec.json.encode(artifact)
     envelope = _Header(
         kind=kind_of(artifact),
         schema_version=SCHEMA_VERSION,
         inputs=inputs or {},
         provenance=provenance or Provenance(),
-        content=msgspec.Raw(msgspec.json.encode(artifact)),
+        content=msgspec.Raw(content),
+        digest=hashlib.sha256(content).hexdigest(),
     )
     return msgspec.json.encode(envelope)
 
@@ -164,6 +168,8 @@ def load_with_provenance(path: Path, record: type[Artifact]) -> tuple[Artifact, 
                 f"{path} has schema version {header.schema_version}; expected {SCHEMA_VERSION}. "
                 f"Make it again with this version"
             )
+        if header.digest != hashlib.sha256(bytes(header.content)).hexdigest():
+            raise ArtifactError(f"{path} was altered after it was written. Delete it and run again")
         content = msgspec.json.decode(header.content, type=record)
     except FileNotFoundError as error:
         raise ArtifactError(f"{path} does not exist; run the stage that makes it first") from error

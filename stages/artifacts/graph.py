@@ -16,6 +16,11 @@ import msgspec
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 #: a number of bytes, elements or nanoseconds
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+#: of a tensor, without "torch."
+DtypeName = Annotated[
+    str,
+    msgspec.Meta(pattern="^(b?float16|float32|float64|u?int8|int16|int32|int64|bool|complex64|complex128)$"),
+]
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -11,7 +11,7 @@ saves). What waits on disk has an extent there, which does not move.
 
 from __future__ import annotations
 
-from stages.artifacts.graph import Integer, Struct
+from stages.artifacts.graph import DtypeName, Integer, Struct
 
 #: every planned offset, disk extent and transfer length is a multiple of this (O_DIRECT)
 ALIGNMENT = 4096
@@ -59,7 +59,7 @@ class Buffer(Struct, frozen=True):
     start: Integer = 0
     count: Integer = 0
     state: str = ""  # role "state": "exp_avg", "exp_avg_sq", "momentum_buffer", ...
-    dtype: str = "float32"  # of its elements; "uint8" for saved activations, which are many tensors
+    dtype: DtypeName = "float32"  # of its elements; "uint8" for saved activations, which are many tensors
     offset: Integer | None = None  # in the device arena; None: dynamic
     extent: Integer | None = None  # byte offset in its home; None: never leaves the device
     home: str = "disk"  # "disk" | "host": host memory, beside an accelerator

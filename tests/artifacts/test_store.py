@@ -16,6 +16,7 @@ from stages.artifacts.costs import LinkCost
 from stages.artifacts.errors import ArtifactError, StorageError
 from stages.artifacts.store import Store, default_folder, describe_files, hash_files, key_of
 from stages.artifacts.timeline import Event, Timeline
+from tests.sealed import sealed
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(),
@@ -105,6 +106,9 @@ def test_writers_at_once_never_show_a_reader_half_an_artifact(tmp_path: Path) ->
     assert [entry.name for entry in tmp_path.iterdir()] == ["timeline.json"]
 
 
+TIMELINE = {"kind": "timeline", "schema_version": 1, "inputs": {}, "provenance": {}}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -113,10 +117,10 @@ def test_writers_at_once_never_show_a_reader_half_an_artifact(tmp_path: Path) ->
         b"[" * 100_000,
         b'{"kind":"plan","schema_version":1,"inputs":{},"provenance":{},"content":{}}',
         b'{"kind":"timeline","schema_version":99,"inputs":{},"provenance":{},"content":{}}',
-        b'{"kind":"timeline","schema_version":1,"inputs":{},"provenance":{},'
-        b'"content":{"source":"x","step":0,"events":[],"surprise":1}}',
-        b'{"kind":"timeline","schema_version":1,"inputs":{},"provenance":{},'
-        b'"content":{"source":"x","step":1e400,"events":[]}}',
+        b'{"kind":"timeline","schema_version":1,"inputs":{},"provenance":{},"content":{"source":"x"}}',
+        sealed({**TIMELINE, "content": {"source": "x", "step": 0, "events": [], "surprise": 1}}),
+        sealed({**TIMELINE, "content": {"source": "x", "step": 0.5, "events": []}}),
+        sealed({**TIMELINE, "content": {"source": "x", "step": 0, "events": []}}).replace(b"0", b"1", 1),
     ],
 )
 def test_damaged_and_crafted_artifacts_are_refused(tmp_path: Path, content: bytes) -> None:

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import pickle
+import re
 import stat
 import struct
 import tracemalloc
@@ -29,6 +30,7 @@ from stages.runtime.stage import Surroundings
 from stages.runtime.tiers import space
 from tests.parity.harness import LEAST
 from tests.runtime.sessions_on_disk import Job
+from tests.sealed import sealed
 
 ROOT = Path(stages.__file__).parent
 #: no crafted file of a few kilobytes may make a reader take more than this
@@ -67,7 +69,7 @@ def _with(change: Callable[[dict[str, object]], object]) -> Callable[[bytes], by
     def crafted(content: bytes) -> bytes:
         record = json.loads(content)
         change(record)
-        return json.dumps(record).encode()
+        return sealed({"content": None, **record})
 
     return crafted
 
@@ -88,7 +90,10 @@ CRAFTED: dict[str, Callable[[bytes], bytes]] = {
     "a version beyond all sizes": _with(lambda record: record.update(schema_version=10**40)),
     "a class to make": _with(lambda record: record["content"].update(_target_="os.system")),  # type: ignore[attr-defined]
     "content of another type": _with(lambda record: record.update(content=[1])),
-    "no content": _with(lambda record: record.pop("content")),
+    "one letter": lambda content: content.replace(b'"version', b'"Version', 1).replace(
+        b"float32", b"float33", 1
+    ),
+    "a number": lambda content: re.sub(rb"([1-9])([,}\]])", rb"0\2", content),
 }
 
 

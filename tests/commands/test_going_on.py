@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.commands.jobs import ROOT, Job, command, run_job
+from tests.sealed import sealed
 
 _SMALL = ("+model=mlp", "+model.arguments.dropout=0.1", "data.batch_size=2", "data.seq_len=32", "steps=6")
 
@@ -51,7 +52,7 @@ def test_a_plan_that_takes_more_memory_than_predicted_is_replaced(tmp_path: Path
     record = json.loads(file.read_text())
     record["content"]["baseline_bytes"] -= 30 * 10**6
     record["content"]["stage_peak_bytes"] = {}  # the profile takes more than this training
-    file.write_text(json.dumps(record))
+    file.write_bytes(sealed(record))
     budget = undisturbed.summary["predicted_peak_bytes"]
     disk, final = undisturbed.folder.parent / "disk", tmp_path / "final"
     job = run_job(

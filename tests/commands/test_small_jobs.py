@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.jobs import ROOT, command, run_job
+from tests.sealed import sealed
 
 _SMALL = ("+model=mlp", "data.batch_size=2", "data.seq_len=32", "steps=3")
 
@@ -127,10 +128,10 @@ def _damaged(content: bytes, damage: str, planted: Path) -> bytes:
     if damage == "plan":
         phase = graph["phases"][0]
         phase["instructions"] = [item for item in phase["instructions"] if item["operation"] != "update"]
-        return json.dumps(envelope).encode()
+        return sealed(envelope)
     if damage == "costs":
         graph["regions"][0]["saved_bytes"] = -1
-        return json.dumps(envelope).encode()
+        return sealed(envelope)
     node = next(node for node in graph["nodes"] if node["op"].startswith("aten.linear"))
     if damage == "operator":
         node["op"] = "os.system"
@@ -143,4 +144,4 @@ def _damaged(content: bytes, damage: str, planted: Path) -> bytes:
         graph["parameters"][0]["spec"]["shape"] = [10**30, 10**30]
     else:
         graph["initial"] = {"source": "safetensors", "folder": "/", "files": ["../etc/passwd"]}
-    return json.dumps(envelope).encode()
+    return sealed(envelope)

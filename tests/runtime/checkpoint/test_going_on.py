@@ -38,6 +38,7 @@ from tests.parity.harness import (
     traced,
 )
 from tests.runtime.sessions_on_disk import Job
+from tests.sealed import sealed
 
 EVERY_3 = CheckpointConfig(every=3)
 
@@ -187,7 +188,7 @@ def test_damage_is_noticed_before_a_step_is_made(saved: Job, damage: str) -> Non
         else:
             for tensor in record["content"]["tensors"]:
                 tensor["file"] = f"../step-4/{tensor['file']}"
-        manifest_file.write_text(json.dumps(record))
+        manifest_file.write_bytes(sealed(record))
     with pytest.raises(ArtifactError):
         saved.run(steps=9, resume=str(folder))
 
