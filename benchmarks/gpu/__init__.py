@@ -1,0 +1,1 @@
+"""What the tool does on one CUDA device: `python -m benchmarks.gpu`."""
