@@ -168,7 +168,7 @@ def load_with_provenance(path: Path, record: type[Artifact]) -> tuple[Artifact, 
                 f"{path} has schema version {header.schema_version}; expected {SCHEMA_VERSION}. "
                 f"Make it again with this version"
             )
-        if header.digest != hashlib.sha256(bytes(header.content)).hexdigest():
+        if header.digest != hashlib.sha256(memoryview(header.content)).hexdigest():
             raise ArtifactError(f"{path} was altered after it was written. Delete it and run again")
         content = msgspec.json.decode(header.content, type=record)
     except FileNotFoundError as error:
