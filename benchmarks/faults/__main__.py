@@ -2,6 +2,7 @@
 
     python -m benchmarks.faults             # over 200 faults, about 20 minutes
     python -m benchmarks.faults --quick     # every seventh; nothing is written to the results
+    python -m benchmarks.faults --only signal   # these kinds again, in place of what the results have of them
 
 Every fault must end in one clear error (exit code 2, nothing half-written, no scratch file, no thread left,
 within ten seconds, and the last checkpoint goes on), or in the right numbers, bitwise those of a run that
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
+
+import msgspec
 
 from benchmarks.faults.sharing import WORKERS, share
 from benchmarks.faults.trial import Outcome
@@ -45,10 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         turns = zip_longest(*(one.result() for one in shares))
     found = [outcome for turn in turns for outcome in turn if outcome is not None]
+    record = options.out.with_suffix(".json")
+    if options.only and not options.quick and record.exists():
+        known = msgspec.json.decode(record.read_bytes(), type=list[Outcome])
+        found = [outcome for outcome in known if options.only not in outcome.kind] + found
     table = as_markdown(found)
     print(table)
-    if not options.quick and not options.only:
+    if not options.quick:
         options.out.write_text(table)
+        record.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     return 1 if any(outcome.wrong for outcome in found) else 0
 
 
