@@ -3,8 +3,8 @@
     python -m benchmarks.endurance             # 300 steps, 10 kills; benchmarks/results/endurance.md
     python -m benchmarks.endurance --steps 24 --kills 2 --every 5 --out endurance.md
 
-A small GPT-2 with the real vocabulary trains at budgets under what it needs in memory, with a checkpoint
-every 20 steps. At random moments its processes get `kill -9` or SIGTERM; each time it is resumed under
+A small GPT-2 with the real vocabulary and few tokens a step, so that weights and optimizer state bind, trains
+at budgets under what it needs in memory, with a checkpoint every 20 steps. At random moments its processes get `kill -9` or SIGTERM; each time it is resumed under
 another random budget and solver. What must hold: the loss curve and the final weights are bitwise those of
 the undisturbed run, all in memory; the peak stays within each run's budget; a killed run loses at most the
 steps since its last checkpoint; the scratch folder is empty at the end. Exit code 1 if anything does not.
@@ -31,8 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "endurance.md"
 MODEL = (
-    "+model=gpt2", "model.arguments.n_layer=4", "model.arguments.n_embd=256", "model.arguments.n_head=4",
-    "data=random", "data.batch_size=4", "data.seq_len=128", "solver.replan=never",
+    "+model=gpt2", "model.arguments.n_layer=8", "model.arguments.n_embd=384", "model.arguments.n_head=6",
+    "data=random", "data.batch_size=2", "data.seq_len=64", "solver.replan=never",
     "solver.time_limit_s=3",
 )  # fmt: skip
 SOLVERS = ("greedy_async", "greedy_sync", "layerwise", "milp", "auto")
@@ -61,6 +61,7 @@ class Run:
     code: int
     peak: int
     saved: int
+    moved: int  # per step, as planned
 
 
 class Endurance:
@@ -93,7 +94,8 @@ class Endurance:
         ended = (
             "finished" if kill is None else f"{kill.number.name} to the {'job' if kill.whole else 'stage'}"
         )
-        return Run(budget, solver, resumed_at, last, ended, code, _peak(out, resumed_at), self.newest())
+        peak, moved = _peak(out, resumed_at), _moved(out)
+        return Run(budget, solver, resumed_at, last, ended, code, peak, self.newest(), moved)
 
     def _watch(self, line: list[str], kill: Kill | None) -> tuple[int, int]:
         """Exit code, and the last step that was reported."""
@@ -149,6 +151,14 @@ def _peak(out: Path, resumed_at: int) -> int:
         return 0
     rows = [row for row in csv.DictReader(file.open()) if row["peak_bytes"]]
     return max((int(row["peak_bytes"]) for row in rows if int(row["step"]) > resumed_at), default=0)
+
+
+def _moved(out: Path) -> int:
+    """Bytes that the run's plan reads and writes in a step; 0 for a run that ended before it had a plan."""
+    file = out / "plan.json"
+    if not file.exists():
+        return 0
+    return sum(json.loads(file.read_text())["content"]["prediction"]["moved_bytes"].values())
 
 
 def _curve(folder: Path) -> list[tuple[str, str, str]]:
@@ -208,19 +218,23 @@ def _judge(job: Endurance, runs: list[Run], every: int) -> None:
         peak = json.loads((folder / last / "summary.json").read_text())["peak_bytes"]
         if peak > runs[-1].budget:
             problems.append(f"the last run took {peak} bytes of {runs[-1].budget}")
+    if not any(run.moved for run in runs):
+        problems.append("no run moved a byte: the budgets were not tight")
     if left := [path.name for path in (folder / "scratch").iterdir()]:
         problems.append(f"the scratch folder holds {', '.join(left)}")
     if left := [path.name for path in job.checkpoints.iterdir() if path.name.startswith(".")]:
         problems.append(f"the checkpoints' folder holds {', '.join(left)}")
 
 
-_HEADER = "| run | budget, MB | solver | from step | to step | ended by | newest checkpoint then | peak, MB |"
+_HEADER = "| run | budget, MB | solver | from step | to step | ended by | newest checkpoint then | peak, MB "
+_HEADER += "| moved per step, MB |"
 
 
 def _row(number: int, run: Run) -> str:
     peak = f"{run.peak / 1e6:.1f}" if run.peak else "–"
     cells = (number, f"{run.budget / 1e6:.1f}", run.solver, run.resumed_at, run.last_step, run.ended)
-    return f"| {' | '.join(map(str, cells))} | {run.saved} | {peak} |"
+    moved = f"{run.moved / 1e6:.0f}" if run.peak else "–"
+    return f"| {' | '.join(map(str, cells))} | {run.saved} | {peak} | {moved} |"
 
 
 def table(runs: list[Run], problems: list[str], steps: int, every: int, seconds: float) -> str:
@@ -238,7 +252,7 @@ def table(runs: list[Run], problems: list[str], steps: int, every: int, seconds:
         f"`python -m benchmarks.endurance`: {steps} steps, a checkpoint every {every}, {kills} kills, "
         f"{seconds / 60:.1f} minutes in all.", "",
         verdict, "",
-        _HEADER, "|---" * 8 + "|",
+        _HEADER, "|---" * 9 + "|",
         *(_row(index, run) for index, run in enumerate(runs, start=1)), "",
     ]  # fmt: skip
     return "\n".join(lines)

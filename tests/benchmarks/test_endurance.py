@@ -22,7 +22,7 @@ def test_a_run_that_is_killed_and_resumed_gives_the_undisturbed_numbers(tmp_path
 
 
 def test_what_went_wrong_stands_in_place_of_the_claim() -> None:
-    run = Run(10**9, "auto", 0, 3, "finished", 0, 2 * 10**9, 0)
+    run = Run(10**9, "auto", 0, 3, "finished", 0, 2 * 10**9, 0, 0)
     text = table([run, run], ["run 2 took 2000000000 bytes of 1000000000"], 3, 1, 60.0)
     assert "- run 2 took 2000000000 bytes" in text
     assert "bitwise" not in text
