@@ -3,12 +3,12 @@
     python -m benchmarks.endurance             # 300 steps, 10 kills; benchmarks/results/endurance.md
     python -m benchmarks.endurance --steps 24 --kills 2 --every 5 --out endurance.md
 
-A small GPT-2 with the real vocabulary and few tokens a step, so that weights and optimizer state bind, trains
-at budgets under what it needs in memory, with a checkpoint every 20 steps. At random moments its processes get
-`kill -9` or SIGTERM; each time it is resumed under another random budget and solver. What must hold: the loss
-curve and the final weights are bitwise those of the undisturbed run, all in memory; the peak stays within each
-run's budget; a killed run loses at most the steps since its last checkpoint; the scratch folder is empty at
-the end. Exit code 1 if anything does not.
+A small GPT-2 with the real vocabulary and few tokens a step, so that weights and optimizer state bind,
+trains at budgets under what it needs in memory, with a checkpoint every 20 steps. At random moments its
+processes get `kill -9` or SIGTERM; each time it is resumed under another random budget and solver. What must
+hold: the loss curve and the final weights are bitwise those of the undisturbed run, all in memory; the peak
+stays within each run's budget; a killed run loses at most the steps since its last checkpoint; the scratch
+folder is empty at the end. Exit code 1 if anything does not.
 """
 
 from __future__ import annotations
