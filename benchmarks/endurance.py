@@ -174,12 +174,15 @@ def _digest(folder: Path) -> str:
 def endure(folder: Path, steps: int, every: int, kills: int, seed: int) -> tuple[list[Run], list[str]]:
     """The runs, and what went wrong in them."""
     job, draw = Endurance(folder, steps, every), random.Random(seed)
-    first = job.train(4 * 10**9, "resident", "undisturbed")
+    # `auto` keeps all in memory there, and says the least budget of any plan; `resident` would say its own
+    first = job.train(4 * 10**9, "auto", "undisturbed")
     if first.code:
         return [first], job.problems
     summary = json.loads((folder / "run-1" / "summary.json").read_text())
     least, most = summary["least_feasible_bytes"], summary["predicted_peak_bytes"]
     runs = [first]
+    if first.moved:
+        job.problems.append("the undisturbed run was not all in memory")
     for index in range(kills + 1):
         budget = int(least * 1.02 + draw.random() * 0.7 * max(0, most - least * 1.02))
         kill = _draw_kill(draw, index, kills, steps, job.newest()) if index < kills else None
