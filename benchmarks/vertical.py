@@ -4,7 +4,8 @@
 
 Budgets are shares of the least one of the whole batch. Without dropout, whose masks depend on the cut.
 Losses may differ by the rounding of sums taken in another order: by `TOLERANCE` of their size. Exit
-code 1 where they differ by more, a run exceeds its budget, or what it chose is slower than the whole.
+code 1 where they differ by more, a run exceeds its budget, none is cut vertically, or what `auto` chose is
+slower than the whole or refused where that is not.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _run(work: Path, options: argparse.Namespace, budget: int, cut: str) -> Run:
     folder = work / f"{cut}-{budget}"
     settings = (f"budget={budget}", f"solver.micro_batches={cut}", f"hydra.run.dir={folder}")
     done = _command(work, options, *settings)
-    if done.returncode == 2 and cut == "given":
+    if done.returncode == 2:
         return Run(budget, cut, None)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(settings)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -96,7 +97,7 @@ def _run(work: Path, options: argparse.Namespace, budget: int, cut: str) -> Run:
 
 def problems_of(runs: list[Run]) -> list[str]:
     """What does not hold."""
-    found = []
+    found = [] if any(run.slices.endswith("vertical") for run in runs) else ["no run was cut vertically"]
     reference = next((run.summary for run in runs if run.summary), None)
     for run in runs:
         if run.summary is None or reference is None:
@@ -108,7 +109,9 @@ def problems_of(runs: list[Run]) -> list[str]:
         if off > TOLERANCE:
             found.append(f"{run.cut} at {run.budget}: a loss is off by {off:.1e}")
     for whole, cut in zip(runs[::2], runs[1::2], strict=True):
-        if whole.summary and cut.step_s > NOISE * whole.step_s:
+        if whole.summary and not cut.summary:
+            found.append(f"at {whole.budget}: auto was refused, the whole batch was not")
+        elif whole.summary and cut.step_s > NOISE * whole.step_s:
             found.append(f"at {whole.budget}: cut {cut.step_s:.2f} s, whole {whole.step_s:.2f} s")
     return found
 
