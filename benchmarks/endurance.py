@@ -190,7 +190,7 @@ def endure(folder: Path, steps: int, every: int, kills: int, seed: int) -> tuple
         print(_row(len(runs), runs[-1]), flush=True)
         if runs[-1].code == 0:
             break
-    _judge(job, runs, every)
+    judge(job, runs, every)
     return runs, job.problems
 
 
@@ -205,11 +205,14 @@ def _draw_kill(draw: random.Random, index: int, kills: int, steps: int, newest: 
     return Kill(number, whole, min(step, steps - 1), draw.uniform(0, 0.4))
 
 
-def _judge(job: Endurance, runs: list[Run], every: int) -> None:
+def judge(job: Endurance, runs: list[Run], every: int) -> None:
+    """Adds to the job's problems what does not hold; the first run is the undisturbed one."""
     problems, folder = job.problems, job.folder
     for index, run in enumerate(runs, start=1):
         if run.peak > run.budget:
             problems.append(f"run {index} took {run.peak} bytes of {run.budget}")
+        if index > 1 and run.peak and not run.moved:
+            problems.append(f"run {index} moved nothing: its budget of {run.budget} bytes was not tight")
         lost = run.last_step - max(run.saved, run.resumed_at)
         if run.code and lost > every:
             problems.append(f"run {index} lost {lost} steps")
@@ -222,8 +225,6 @@ def _judge(job: Endurance, runs: list[Run], every: int) -> None:
         peak = json.loads((folder / last / "summary.json").read_text())["peak_bytes"]
         if peak > runs[-1].budget:
             problems.append(f"the last run took {peak} bytes of {runs[-1].budget}")
-    if not any(run.moved for run in runs):
-        problems.append("no run moved a byte: the budgets were not tight")
     if left := [path.name for path in (folder / "scratch").iterdir()]:
         problems.append(f"the scratch folder holds {', '.join(left)}")
     if left := [path.name for path in job.checkpoints.iterdir() if path.name.startswith(".")]:

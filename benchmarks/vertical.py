@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from stages.artifacts.errors import InfeasibleBudgetError
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "vertical.md"
 #: relative, of each loss; fp32
@@ -78,14 +80,19 @@ def _command(work: Path, options: argparse.Namespace, *settings: str) -> subproc
 def _least(work: Path, options: argparse.Namespace) -> int:
     folder = work / "refused"
     _command(work, options, "budget=1MB", f"hydra.run.dir={folder}")
-    return json.loads((folder / "error.json").read_text())["least_feasible_bytes"]
+    return _refusal(folder)["least_feasible_bytes"]
+
+
+def _refusal(folder: Path) -> dict[str, Any]:
+    """What a refused run says of its end."""
+    return json.loads((folder / "error.json").read_text())
 
 
 def _run(work: Path, options: argparse.Namespace, budget: int, cut: str) -> Run:
     folder = work / f"{cut}-{budget}"
     settings = (f"budget={budget}", f"solver.micro_batches={cut}", f"hydra.run.dir={folder}")
     done = _command(work, options, *settings)
-    if done.returncode == 2:
+    if done.returncode == 2 and _refusal(folder)["kind"] == InfeasibleBudgetError.kind:
         return Run(budget, cut, None)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(settings)} ended with {done.returncode}:\n{done.stderr[-2000:]}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.endurance import Run, table
+from benchmarks.endurance import Endurance, Run, judge, table
 from tests.commands.jobs import ROOT
 
 
@@ -26,3 +26,22 @@ def test_what_went_wrong_stands_in_place_of_the_claim() -> None:
     text = table([run, run], ["run 2 took 2000000000 bytes of 1000000000"], 3, 1, 60.0)
     assert "- run 2 took 2000000000 bytes" in text
     assert "bitwise" not in text
+
+
+def _judged(folder: Path, moved: int) -> list[str]:
+    """The problems of an undisturbed run and one that was killed at step 4, its budget 600 of 900 MB."""
+    job = Endurance(folder, 8, 2)
+    for name in ("scratch", "checkpoints"):
+        (folder / name).mkdir()
+    first = Run(10**9, "auto", 0, 8, "finished", 0, 9 * 10**8, 0, 0)
+    killed = Run(6 * 10**8, "milp", 0, 4, "SIGKILL to the job", -9, 55 * 10**7, 4, moved)
+    judge(job, [first, killed], 2)
+    return job.problems
+
+
+def test_a_budget_that_is_tight_is_no_problem(tmp_path: Path) -> None:
+    assert _judged(tmp_path, moved=10**6) == []
+
+
+def test_a_budget_under_which_nothing_moves_is_a_problem(tmp_path: Path) -> None:
+    assert [problem.split(":")[0] for problem in _judged(tmp_path, moved=0)] == ["run 2 moved nothing"]
