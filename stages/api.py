@@ -86,7 +86,7 @@ class Session:
         self._evaluates = prepared.evaluation is not None
         evaluation = None if prepared.evaluation is None else prepared.evaluation[0]
         # the plan counts on it; not undone at the end, since the allocator cannot tell what was set before
-        memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
+        memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES, prepared.costs.threads)
         with ExitStack() as stack:
             engine = stack.enter_context(open_engine(prepared.config, prepared.graph, plan, evaluation))
             engine.load(_live_values(model, prepared.graph))

@@ -111,7 +111,7 @@ def allocator_name() -> str:
     return "glibc" if _glibc() is not None else Path(allocator_path()).name
 
 
-def give_back_large_blocks(threshold_bytes: int) -> bool:
+def give_back_large_blocks(threshold_bytes: int, threads: int = 1) -> bool:
     """Makes every block of `threshold_bytes` or more leave the process the moment it is freed.
 
     Each such block gets a mapping of its own. Call it before the first large allocation and before
@@ -119,6 +119,8 @@ def give_back_large_blocks(threshold_bytes: int) -> bool:
 
     Args:
         threshold_bytes: At most 32 MiB, which is as far as glibc goes.
+        threads: That compute at once. Operators allocate scratch from all of them: with one arena they
+            wait for each other's lock (attention's backward then takes 2.5 times as long, measured).
 
     Returns:
         False where `malloc` is not glibc's: freed memory may then stay in the process.
@@ -129,8 +131,8 @@ def give_back_large_blocks(threshold_bytes: int) -> bool:
         )
     return _set_options(
         {
-            # One arena: blocks freed by a lane's thread go back to where the main thread allocates.
-            _ARENA_MAX: 1,
+            # no more arenas than that: blocks freed by a lane's thread go back to where others allocate
+            _ARENA_MAX: max(1, threads),
             _MMAP_MAX: _MMAP_COUNT,
             _MMAP_THRESHOLD: threshold_bytes,
             _TRIM_THRESHOLD: _SMALL_TRIM_BYTES,

@@ -86,7 +86,7 @@ def run(
     """
     started_ns = time.monotonic_ns()
     require_room(plan)
-    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
+    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES, costs.threads)
     torch.set_num_threads(costs.threads)
     surroundings = surroundings or Surroundings(Path(), reports=False)
     batches = open_batches(config, graph)

@@ -95,3 +95,24 @@ def test_another_allocator_is_reported_as_beyond_control(monkeypatch: pytest.Mon
 def test_reading_the_gauges_needs_no_torch() -> None:
     (loaded,) = run("import sys\nmemory.peak_resident_bytes()\nprint(int('torch' in sys.modules))\n")
     assert loaded == 0
+
+
+def test_threads_that_allocate_at_once_have_arenas_of_their_own() -> None:
+    count = (
+        "import threading\n"
+        "def work():\n"
+        "    libc.free(block(1000))\n"
+        "    barrier.wait()\n"
+        "barrier = threading.Barrier(4)\n"
+        "others = [threading.Thread(target=work) for _ in range(3)]\n"
+        "for thread in others: thread.start()\n"
+        "barrier.wait()\n"
+        "libc.open_memstream.restype = ctypes.c_void_p\n"
+        "text, size = ctypes.c_char_p(), ctypes.c_size_t()\n"
+        "stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))\n"
+        "libc.malloc_info(0, stream)\n"
+        "libc.fclose(stream)\n"
+        "print(text.value.count(b'<heap nr='))\n"
+    )
+    assert run("memory.give_back_large_blocks(1 << 20)\n" + count) == [1]
+    assert run("memory.give_back_large_blocks(1 << 20, threads=2)\n" + count) == [2]

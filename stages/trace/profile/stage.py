@@ -61,10 +61,10 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
             made up by theirs.
         ArtifactError: The graph names an operator that is not allowed.
     """
-    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     threads = torch.get_num_threads()
+    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES, threads)
     for region in graph.regions:
         RegionFunction(graph, region, torch.device("cpu"))  # refuses unknown operators before anything runs
     loss, inseparable = loss_for(config, graph)

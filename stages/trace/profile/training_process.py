@@ -83,9 +83,9 @@ def import_everything(packages: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)
-    import_everything(_PACKAGES)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES, order.threads)
+    import_everything(_PACKAGES)
     torch.set_num_threads(order.threads)
     graph = order.graph
     functions = [RegionFunction(graph, region, torch.device("cpu")) for region in graph.regions]
