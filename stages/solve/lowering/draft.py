@@ -84,6 +84,11 @@ class PhaseDraft:
         self._present[buffer] = draft.id
         return draft.id
 
+    def fetch(self, buffer: int, *, outside_arena: bool) -> int:
+        """Reads `buffer` where `prefetch` says. Only what takes new memory must not come before the slot in
+        front has ended; a slot in the arena waits for its bytes by itself."""
+        return self.read(buffer, after=[self.last_compute] if outside_arena else [])
+
     def claim(self, buffer: int) -> None:
         """Keeps a slot for what a later instruction makes, so that it need not wait for one then."""
         self._claimed[buffer] = len(self.drafts)

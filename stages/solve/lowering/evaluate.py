@@ -34,7 +34,7 @@ def lower_evaluation(problem: Problem, table: BufferTable, draft: PhaseDraft, le
             ends[last].append(table.evaluation_value(problem, value.name))
     for region in problem.regions:
         for _, buffer in sorted(fetches[region.index]):
-            draft.read(buffer, after=[draft.last_compute])
+            draft.fetch(buffer, outside_arena=table.buffers[buffer].offset is None)
         outputs = [table.evaluation_value(problem, name) for name in region.outputs]
         made_bytes = sum(table.buffers[buffer].bytes for buffer in outputs)
         draft.compute(

@@ -225,8 +225,7 @@ class StepLowering:
         self._reads.advance()
 
     def _fetch(self, buffer: int) -> None:
-        """Not before the previous slot has ended: that is what `prefetch` counts."""
-        self._draft.read(buffer, after=[self._draft.last_compute])
+        self._draft.fetch(buffer, outside_arena=self._table.buffers[buffer].offset is None)
 
     def _vacate(self, slot: int) -> None:
         leaving = self._schedule.late_ends[slot]

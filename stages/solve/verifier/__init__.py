@@ -14,7 +14,7 @@ from stages.solve.errors import PlanError
 from stages.solve.verifier.content import check_content
 from stages.solve.verifier.disk import check_homes, check_host
 from stages.solve.verifier.meaning import check_evaluation, check_training
-from stages.solve.verifier.memory import check_budgets, check_slots
+from stages.solve.verifier.memory import check_budgets, check_pace, check_slots
 from stages.solve.verifier.order import Order
 
 
@@ -46,6 +46,7 @@ def verify(
     for phase, order in zip(plan.phases, orders, strict=True):
         check_content(plan, phase, order, aliases)
         check_slots(plan, phase, order)
+        check_pace(plan, phase, order)
     _check_borders(plan)
     check_training(plan, graph, costs)
     if "evaluate" in names:

@@ -77,6 +77,27 @@ def _report_overlap(plan: Plan, phase: Phase, order: Order, previous: _Stay, sta
     )
 
 
+def check_pace(plan: Plan, phase: Phase, order: Order) -> None:
+    """Checks that what takes memory outside the arena is read only once the compute instruction in front
+    has ended: prefetch means no more, and memory at a moment is planned by it.
+
+    Raises:
+        PlanError: Names the read.
+    """
+    last_compute = -1
+    for instruction in phase.instructions:
+        if instruction.lane == "compute":
+            last_compute = instruction.id
+        if instruction.operation != "read" or last_compute < 0:
+            continue
+        grows = [access.buffer for access in instruction.writes if plan.buffers[access.buffer].offset is None]
+        if grows and not order.before(last_compute, instruction.id):
+            raise PlanError(
+                f"{order.name(instruction.id)}: buffer {grows[0]} takes memory outside the arena and may "
+                f"come before {order.name(last_compute)} has ended"
+            )
+
+
 def check_budgets(plan: Plan, orders: list[Order], costs: Costs, disk_budget_bytes: int | None) -> None:
     """Checks the device's and the disk's budget.
 
