@@ -1,6 +1,6 @@
 """GPT-2 124M, batch 8, under tight budgets: the batch whole, and cut as the planner chooses. Whole commands.
 
-    python -m benchmarks.vertical      # about ten minutes; benchmarks/results/vertical.md
+    python -m benchmarks.vertical      # about twenty minutes; benchmarks/results/vertical.md
 
 Budgets are shares of the least one of the whole batch. Without dropout, whose masks depend on the cut.
 Losses may differ by the rounding of sums taken in another order: by `TOLERANCE` of their size. Exit
@@ -16,12 +16,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from stages.artifacts.errors import InfeasibleBudgetError
+from stages.artifacts.plan import Placement
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "vertical.md"
@@ -37,17 +40,20 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Run:
-    """One finished command; None of the fields but `budget` where it was refused."""
+    """Finished commands of one setting; summary: None where it was refused.
+
+    step_times_s: of all repeats, without the first step of each.
+    """
 
     budget: int
     cut: str
     summary: dict[str, Any] | None
     slices: str = ""
+    step_times_s: tuple[float, ...] = ()
 
     @property
     def step_s(self) -> float:
-        assert self.summary is not None
-        return median(self.summary["step_times_s"][1:])
+        return median(self.step_times_s)
 
 
 def main() -> int:
@@ -58,12 +64,18 @@ def main() -> int:
     )
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4, help="of each run; the first does not count")
+    parser.add_argument("--repeats", type=int, default=2, help="of all settings in turn")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.6, 0.8, 1.0, 1.3])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stages-vertical-") as work:
         least = _least(Path(work), options)
         budgets = [round(least * share) for share in options.shares]
-        runs = [_run(Path(work), options, budget, cut) for budget in budgets for cut in ("given", "auto")]
+        settings = [(budget, cut) for budget in budgets for cut in ("given", "auto")]
+        repeats = [
+            [_run(Path(work), options, budget, cut) for budget, cut in settings]
+            for _ in range(options.repeats)
+        ]
+        runs = joined(repeats)
     problems = problems_of(runs)
     table = as_markdown(runs, problems, least, options)
     print(table)
@@ -97,9 +109,26 @@ def _run(work: Path, options: argparse.Namespace, budget: int, cut: str) -> Run:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(settings)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     placement = json.loads((folder / "plan.json").read_text())["content"]["placement"]
-    slices, order = placement.get("micro_batches", 1), placement.get("micro_batch_order", "")
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Placement)}
+    slices, order = [placement.get(name, defaults[name]) for name in ("micro_batches", "micro_batch_order")]
     summary = json.loads((folder / "summary.json").read_text())
-    return Run(budget, cut, summary, f"{slices}, {order}" if slices > 1 else "1")
+    times = tuple(summary["step_times_s"][1:])
+    return Run(budget, cut, summary, f"{slices}, {order}" if slices > 1 else "1", times)
+
+
+def joined(repeats: list[list[Run]]) -> list[Run]:
+    """One run of each setting, with the step times of all its repeats and its largest peak."""
+    found = []
+    for same in zip(*repeats, strict=True):
+        first, summaries = same[0], [run.summary for run in same if run.summary]
+        if len(summaries) not in (0, len(same)):
+            raise RuntimeError(f"{first.cut} at {first.budget}: refused in some repeats only")
+        if summaries:
+            peak = max(summary["peak_bytes"] for summary in summaries)
+            times = tuple(time for run in same for time in run.step_times_s)
+            first = replace(first, summary={**summaries[0], "peak_bytes": peak}, step_times_s=times)
+        found.append(first)
+    return found
 
 
 def problems_of(runs: list[Run]) -> list[str]:
