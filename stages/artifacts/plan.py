@@ -154,6 +154,8 @@ class Placement(Struct, frozen=True):
     resident_weights: list[str] = []
     #: parameter with streamed state -> its leading elements whose state stays, a multiple of 4096
     resident_elements: dict[str, Integer] = {}
+    #: elements of an update chunk that reads and writes nothing, a multiple of 4096; 0: `chunk_elements`
+    resident_chunk_elements: Integer = 0
     #: slices that the step's batch is cut into (see `stages.artifacts.slicing`)
     micro_batches: Integer = 1
     #: "vertical": all of them go through a region before the next region begins (but for the last

@@ -85,7 +85,7 @@ class Choice:
 
     held: weight groups that stay although their region streams. kept: leading elements whose state
     stays, up to all of them, of parameters in streamed state groups. prefetch: see `Problem.distances`.
-    moving_bytes, hold: as in Placement; estimates know nothing of them.
+    moving_bytes, hold: as in Placement; estimates know nothing of them. resident_chunk_elements: as there.
     """
 
     weights: list[bool]
@@ -100,6 +100,11 @@ class Choice:
     kept: dict[str, int] = field(default_factory=dict)
     moving_bytes: int = 0
     hold: int = 0
+    resident_chunk_elements: int = 0
+
+    @property
+    def longest_chunk(self) -> int:
+        return max(self.chunk_elements, self.resident_chunk_elements)
 
     def copy(self) -> Choice:
         return replace(
@@ -150,6 +155,7 @@ def to_placement(problem: Problem, choice: Choice) -> Placement:
         prefetch_backward=choice.prefetch[: len(problem.regions) - 1 : -1],
         moving_bytes=choice.moving_bytes,
         hold=choice.hold,
+        resident_chunk_elements=choice.resident_chunk_elements,
         resident_weights=_held_weights(problem, choice),
         resident_elements={name: count for name, count in choice.kept.items() if state[name] == "streamed"},
         micro_batches=problem.micro_batches,

@@ -144,7 +144,8 @@ class Estimator(Positions):
             [choice.kept.get(item.name, 0) for item in self._updated_in[region]] if choice.kept else ()
         )
         far = tuple([state in spill.states for _, state in self._groups_in[region]]) if spill.states else ()
-        known = ("update", region, choice.chunk_elements, choice.gradients, flags, kept, far)
+        lengths = choice.chunk_elements, choice.longest_chunk
+        known = ("update", region, *lengths, choice.gradients, flags, kept, far)
         found = self._cache.get(known)
         if found is None:
             by_group = dict(zip(self._groups_in[region], flags, strict=True))
@@ -157,7 +158,7 @@ class Estimator(Positions):
                 )
                 for parameter in self._updated_in[region]
             ]
-            found = update_cost(self.problem, updated, choice.chunk_elements, choice.gradients)
+            found = update_cost(self.problem, updated, *lengths, choice.gradients)
             self._cache[known] = found
         assert isinstance(found, UpdateCost)
         return found
@@ -243,7 +244,7 @@ class Estimator(Positions):
                 back = self.problem.backward_slot(region.index, batch)
                 work[self.begins(back)] = backward_work[batch > 0 or self.problem.accumulates]
         self._add_gradients(change, choice)
-        updating = choice.chunk_elements * self.problem.optimizer.workspace_bytes_per_element
+        updating = choice.longest_chunk * self.problem.optimizer.workspace_bytes_per_element
         for position in self.updates:
             work[position] = updating
         work[-1] = updating

@@ -65,29 +65,42 @@ def update_cost(
     problem: Problem,
     updated: Iterable[Updated],
     chunk_elements: int,
+    longest_chunk: int,
     gradients: str,
 ) -> UpdateCost:
-    """Cost of updating parameters one after another."""
+    """Cost of updating parameters one after another.
+
+    Args:
+        chunk_elements: Of an update that reads or writes.
+        longest_chunk: Elements of one that does neither.
+    """
     read = write = compute = 0.0
     chunks = chunk_bytes = records = 0
     for item in updated:
         parameter, weight_moves = item.parameter, item.weight_moves
         state_moves = item.state_moves and item.kept < parameter.elements
         size, kept = parameter.elements, item.kept if state_moves else 0
-        length = min(chunk_elements, size) if problem.optimizer.chunkable else size
-        units = -(-kept // length) + -(-(size - kept) // length)
         into, out, reads, writes = _per_element(parameter, weight_moves, state_moves, gradients)
+        state_alone = reads == writes == len(whole_pieces(parameter)) * state_moves
+        length = min(chunk_elements if reads or writes else longest_chunk, size)
+        kept_length = longest_chunk if state_alone else length
+        if not problem.optimizer.chunkable:
+            length = kept_length = size
+        moving, resting = -(-(size - kept) // length), -(-kept // kept_length)
+        units = moving + resting
         saved = kept * sum([piece.itemsize for piece in whole_pieces(parameter)])
         link_in, link_out = problem.link("read", item.home), problem.link("write", item.home)
-        read += transfer_ns(link_in, into * size - saved, reads * units, contended=True)
-        write += transfer_ns(link_out, out * size - saved, writes * units, contended=True)
+        pieces = moving if state_alone else units
+        read += transfer_ns(link_in, into * size - saved, reads * pieces, contended=True)
+        write += transfer_ns(link_out, out * size - saved, writes * pieces, contended=True)
         if weight_moves and not parameter.has_master and gradients == "consume":
             write += transfer_ns(problem.write, parameter.bytes, 1, contended=True)
         compute += units * problem.optimizer.latency_ns
         compute += size * 1e9 / max(1, problem.optimizer.elements_per_s)
-        chunks += units if reads or writes else 0
+        chunks += pieces if reads or writes else 0
         chunk_bytes = max(chunk_bytes, align(max(into, out) * length))
-        records += units * bookkeeping_bytes(1 + reads + writes, max(reads, writes))
+        records += pieces * bookkeeping_bytes(1 + reads + writes, max(reads, writes))
+        records += (units - pieces) * bookkeeping_bytes(1, 0)
     return UpdateCost(read, compute, write, chunks, chunk_bytes, records)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from stages.artifacts.errors import ArtifactError
 from stages.artifacts.plan import Instruction, Phase, Plan
@@ -238,6 +239,45 @@ def test_odd_chunk_lengths_are_refused() -> None:
     sketch = chain(2)
     with pytest.raises(ArtifactError, match="multiple of 4096"):
         lowered(sketch, placement(sketch, chunk_elements=1000))
+    odd = structs.replace(placement(sketch), resident_chunk_elements=1000)
+    with pytest.raises(ArtifactError, match=r"resident_chunk_elements is 1000; .*multiple of 4096"):
+        lowered(sketch, odd)
+
+
+def updated_spans(plan: Plan, parameter: str) -> list[tuple[int, int]]:
+    return [
+        (item.start, item.count)
+        for phase in plan.phases
+        for item in phase.instructions
+        if item.operation == "update" and item.parameter == parameter
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_stays_is_updated_in_long_chunks_and_what_moves_in_short_ones(precision: str) -> None:
+    sketch = chain(3, precision=precision, weight=5 * 2**16)
+    choices = structs.replace(placement(sketch, state="streamed"), resident_chunk_elements=2**18)
+    choices.state["w0"] = "resident"
+    choices.resident_elements["w2"] = 3 * 2**16
+    plan = lowered(sketch, choices)
+    check(sketch, plan)
+    assert updated_spans(plan, "w0") == [(0, 2**18), (2**18, 2**16)]
+    assert updated_spans(plan, "w1") == [(piece * 2**16, 2**16) for piece in range(5)]
+    assert sorted(updated_spans(plan, "w2")) == [(0, 3 * 2**16), (3 * 2**16, 2**16), (4 * 2**16, 2**16)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "gradients"),
+    [("bf16", "streamed", "consume"), ("fp32", "streamed", "keep"), ("fp32", "resident", "move")],
+)
+def test_a_weight_or_gradient_that_comes_in_pieces_has_short_chunks(
+    precision: str, weights: str, gradients: str
+) -> None:
+    sketch = chain(3, precision=precision, weight=2**18)
+    choices = placement(sketch, weights=weights, gradients=gradients)
+    plan = lowered(sketch, structs.replace(choices, resident_chunk_elements=2**18))
+    check(sketch, plan)
+    assert len(updated_spans(plan, "w1")) == 4
 
 
 def test_every_dependency_points_backwards_and_to_another_lane() -> None:

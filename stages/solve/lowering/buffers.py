@@ -20,19 +20,12 @@ class Span:
     count: int
 
 
-def spans_of(problem: Problem, placement: Placement, parameter: PlannedParameter) -> list[Span]:
-    """How the update cuts a parameter.
-
-    Raises:
-        ArtifactError: The chunk length would put pieces off the disk's alignment.
-    """
-    chunk = placement.chunk_elements
-    if chunk < 1 or chunk % ALIGNMENT:
-        raise ArtifactError(f"chunk_elements is {chunk}; expected a positive multiple of {ALIGNMENT}")
-    if not problem.optimizer.chunkable:
-        return [Span(0, parameter.elements)]
-    kept = _kept_elements(placement, parameter)
-    return [*_cut(0, kept, chunk), *_cut(kept, parameter.elements, chunk)]
+def _check_chunks(placement: Placement) -> None:
+    """Raises: ArtifactError: A chunk length would put pieces off the disk's alignment."""
+    for name in ("chunk_elements", "resident_chunk_elements"):
+        chunk, least = getattr(placement, name), int(name == "chunk_elements")
+        if chunk < least or chunk % ALIGNMENT:
+            raise ArtifactError(f"{name} is {chunk}; expected a positive multiple of {ALIGNMENT}")
 
 
 def _cut(start: int, end: int, chunk: int) -> list[Span]:
@@ -58,6 +51,7 @@ class BufferTable:
     """Gives buffers ids and extents. What depends on lowering's choices is made on first request."""
 
     def __init__(self, problem: Problem, placement: Placement, evaluation: Problem | None = None) -> None:
+        _check_chunks(placement)
         self._problem = problem
         self._placement = placement
         self.buffers: list[Buffer] = []
@@ -86,6 +80,29 @@ class BufferTable:
             self.persistent(name)
 
     # parameters
+
+    def spans(self, parameter: PlannedParameter) -> list[Span]:
+        """How the update cuts a parameter: in long pieces what is on the device anyhow."""
+        if not self._problem.optimizer.chunkable:
+            return [Span(0, parameter.elements)]
+        short = self._placement.chunk_elements
+        long = short
+        if not self._weight_or_gradient_moves(parameter):
+            long = self._placement.resident_chunk_elements or short
+        kept = _kept_elements(self._placement, parameter)
+        if self._placement.state.get(parameter.name, "resident") != "streamed":
+            kept = parameter.elements
+        return [*_cut(0, kept, long), *_cut(kept, parameter.elements, short)]
+
+    def _weight_or_gradient_moves(self, parameter: PlannedParameter) -> bool:
+        """Whether every update of the parameter has a piece of its weight or gradient that moves."""
+        return self._placement.gradients == "move" or self._writes_pieces(parameter)
+
+    def _writes_pieces(self, parameter: PlannedParameter) -> bool:
+        """Whether the update writes its weight piece by piece: a streamed one that its master replaces,
+        or that is away."""
+        deferred = self._placement.gradients != "consume"
+        return parameter.name in self.streamed and (parameter.has_master or deferred)
 
     def weight(self, parameter: PlannedParameter) -> int:
         streamed = parameter.name in self.streamed
@@ -152,7 +169,7 @@ class BufferTable:
                 if self._is_cut(parameter, piece):
                     self._extent(piece.role, parameter.name, piece.bytes, piece.state)
                     if piece.elements == parameter.elements:
-                        spans = spans_of(self._problem, self._placement, parameter)
+                        spans = self.spans(parameter)
                 for span in spans:
                     streams = self.streams(parameter, piece, span)
                     home = self._extents.get((piece.role, parameter.name, piece.state), 0)
@@ -170,11 +187,9 @@ class BufferTable:
                     )
 
     def _add_weight_pieces(self) -> None:
-        """A streamed weight that its master replaces, or that is away, is written in pieces."""
-        deferred = self._placement.gradients != "consume"
         for parameter in self._problem.updated:
-            if parameter.name in self.streamed and (parameter.has_master or deferred):
-                for span in spans_of(self._problem, self._placement, parameter):
+            if self._writes_pieces(parameter):
+                for span in self.spans(parameter):
                     self.weight_piece(parameter, span)
 
     def partial_gradient(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stages.artifacts.plan import Placement
-from stages.solve.lowering.buffers import BufferTable, Span, spans_of
+from stages.solve.lowering.buffers import BufferTable, Span
 from stages.solve.lowering.draft import PhaseDraft
 from stages.solve.lowering.reads import QueuedRead, ReadAhead
 from stages.solve.problem import PlannedParameter, Problem
@@ -39,7 +39,7 @@ def units_of(
         deferred: In the update phase: a streamed weight is away then, and a moved gradient too.
             Inside backward an fp32 weight is on the device, as the region has just used it.
     """
-    spans = _in_order(problem, table, parameter, spans_of(problem, placement, parameter))
+    spans = _in_order(problem, table, parameter, table.spans(parameter))
     units = []
     for position, span in enumerate(spans):
         last = position == len(spans) - 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stages.solve.choice import Choice
+from stages.solve.choice import CHUNK_SIZES, Choice
+from stages.solve.estimate import Estimator
 from stages.solve.milp.distances import with_distances
 from stages.solve.problem import align
 from stages.solve.task import Candidate, Task, realise
@@ -23,6 +24,7 @@ def realise_full(task: Task, choice: Choice, arena_bytes: int) -> Candidate:
 def with_room(task: Task, choice: Choice, arena_bytes: int) -> Choice:
     """`choice` with distances and `moving_bytes` that use all the room there is by the estimate."""
     est = task.estimator
+    choice = _with_long_chunks(est, choice)
     memory = est.memory(choice)
     room = task.limit_bytes - task.fixed_bytes - memory.resident
     least = max(memory.dynamic)
@@ -30,6 +32,17 @@ def with_room(task: Task, choice: Choice, arena_bytes: int) -> Choice:
     choice = with_distances(est, choice, dynamic)
     choice.moving_bytes = max(1, room - max(est.dynamic(choice)))
     return choice
+
+
+def _with_long_chunks(est: Estimator, choice: Choice) -> Choice:
+    """`choice` with the longest updates of what does not move whose workspace raises no peak."""
+    highest = max(est.dynamic(choice))
+    changed = choice.copy()
+    for size in CHUNK_SIZES:
+        changed.resident_chunk_elements = size
+        if size <= choice.chunk_elements or max(est.dynamic(changed)) <= highest:
+            break
+    return changed
 
 
 def realise_spread(task: Task, choice: Choice) -> Candidate:
