@@ -62,6 +62,8 @@ def profile_key(config: RunConfig, graph: Path, allocator: str) -> str:
             "disk": disk,
             "allocator": allocator,
             "slices": _slices(config),
+            # slices that would burst it are not measured
+            "budget": 0 if config.wants_curve or not _cuts_freely(config) else config.budget_bytes,
             "code": _code("stages.trace.profile.stage"),
             **_common(),
         }
@@ -105,6 +107,10 @@ def solve_key(config: RunConfig, artifacts: Mapping[str, Path]) -> str:
             **_common(),
         }
     )
+
+
+def _cuts_freely(config: RunConfig) -> bool:
+    return config.solver.micro_batches == "auto"
 
 
 def _slices(config: RunConfig) -> dict[str, Any]:

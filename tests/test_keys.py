@@ -122,6 +122,13 @@ def test_costs_depend_on_threads_and_the_graph_not_on_the_budget(
     before = keys.profile_key(config(), graph, "system")
     assert keys.profile_key(config(budget="2GB"), graph, "system") == before
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    cut, cut_tighter = (
+        keys.profile_key(
+            config(budget=budget, solver=SolverConfig("auto", micro_batches="auto")), graph, "system"
+        )
+        for budget in ("8GB", "2GB")
+    )
+    assert cut != cut_tighter  # what bursts it is not measured
     threads = keys.profile_key(config(), graph, "system")
     named = keys.profile_key(config(device=DeviceConfig(name="cpu", threads=3)), graph, "system")
     graph.write_text("b")

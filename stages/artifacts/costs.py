@@ -74,6 +74,8 @@ class SliceCosts(Struct, frozen=True):
 
     micro_batches: Natural
     regions: list[RegionCost]
+    #: largest peak of the profile's process until these were measured; it measures small slices first
+    profile_peak_bytes: Natural = 0
 
 
 class Costs(Struct, frozen=True):

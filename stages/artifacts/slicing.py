@@ -70,7 +70,12 @@ def costs_of_slice(costs: Costs, micro_batches: int) -> Costs:
         return costs
     for known in costs.slices:
         if known.micro_batches == micro_batches:
-            return msgspec.structs.replace(costs, regions=known.regions, micro_batches=micro_batches)
+            peaks = dict(costs.stage_peak_bytes)
+            if known.profile_peak_bytes:
+                peaks["profile"] = known.profile_peak_bytes
+            return msgspec.structs.replace(
+                costs, regions=known.regions, micro_batches=micro_batches, stage_peak_bytes=peaks
+            )
     raise ArtifactError(
         f"costs are for {costs.micro_batches} micro-batches; expected {micro_batches}. Profile again",
         found=str(costs.micro_batches),

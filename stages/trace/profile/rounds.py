@@ -22,7 +22,7 @@ from stages.device.cpu import Cpu
 from stages.device.interface import Device
 from stages.trace.profile.quiet import QUIET_SHARE, Moment
 from stages.trace.profile.regions import Bench, timed
-from stages.trace.profile.stand_ins import Case
+from stages.trace.profile.stand_ins import Case, representative_cases
 
 #: copies of a repeated kind in one round at most: more only make the round longer
 _MOST_COPIES = 4
@@ -112,6 +112,19 @@ def _members(graph: g.RegionGraph, cases: Mapping[int, Case], costs: Sequence[Re
         peak = max(cost.forward_peak_bytes - cost.saved_bytes, cost.backward_peak_bytes)
         members.append(Member(case, 1, held, peak))
     return members
+
+
+def bytes_of_twice_the_rows(graph: g.RegionGraph, costs: Sequence[RegionCost]) -> int:
+    """About what measuring the largest kind holds on twice as many rows: weights and what grows with rows."""
+    cases, sizes = representative_cases(graph), g.planned_sizes(graph)
+    weights = {item.name: g.storage_bytes(item.spec, sizes) for item in graph.parameters}
+    needed = []
+    for member in _members(graph, cases, costs):
+        region = member.case.region
+        # gradients of weights are in the peak
+        fixed = sum(weights[name] for name in (*region.parameters, *region.gradients))
+        needed.append(2 * (member.held_bytes + member.peak_bytes) - fixed)
+    return max(needed, default=0)
 
 
 def _need(group: Sequence[Member]) -> int:

@@ -33,7 +33,7 @@ from stages.trace.profile.optimizer import measure_optimizer
 from stages.trace.profile.peak import PeakGauge
 from stages.trace.profile.quiet import QUIET_SHARE
 from stages.trace.profile.regions import Bench, measure_region
-from stages.trace.profile.rounds import measure_times
+from stages.trace.profile.rounds import bytes_of_twice_the_rows, measure_times
 from stages.trace.profile.stand_ins import Case, least_bytes, representative_cases
 from stages.trace.profile.training_process import (
     Order,
@@ -68,25 +68,23 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
     for region in graph.regions:
         RegionFunction(graph, region, torch.device("cpu"))  # refuses unknown operators before anything runs
     loss, inseparable = loss_for(config, graph)
-    most, graph = graph, graph_of_slice(graph, config.train.micro_batches)
+    numbers = [config.train.micro_batches, *numbers_of_slices(config, graph, loss)]
+    smallest = graph_of_slice(graph, max(numbers))
     groups = make_groups(config.optimizer, graph.parameters, graph.precision)
-    idle_bytes = measure_training_process(Order(graph, config.optimizer, graph.precision, threads))
+    idle_bytes = measure_training_process(Order(smallest, config.optimizer, graph.precision, threads))
     device = device_named("cpu" if config.device.name == "auto" else config.device.name)
     gauge = PeakGauge(device)
     warm_up(device.target)
     held_bytes = device.held_bytes()
     before = _settled_bytes()
-    cases = representative_cases(graph)
-    regions = _measure_regions(graph, cases, gauge, idle_bytes)
-    slices = [
-        SliceCosts(count, _measure_slice(graph_of_slice(most, count), gauge, idle_bytes))
-        for count in numbers_of_slices(config, most, loss)
-    ]
+    slices = _measure_slices(config, graph, numbers, gauge, idle_bytes)
+    largest = slices.pop(0)
+    regions, graph = largest.regions, graph_of_slice(graph, largest.micro_batches)
     # kernel caches and scratch memory that this model's operators leave in the process
     caches_bytes = max(0, _settled_bytes() - before)
     room = gauge.process_peak_bytes - _settled_bytes()
     optimizer = measure_optimizer(graph, groups.base, gauge, room_bytes=room, groups=groups)
-    work = _typical_work(graph, cases, regions, device)
+    work = _typical_work(graph, representative_cases(graph), regions, device)
     links = measure_links(_existing(config.tiers.folder), seconds=_LINKS_S, compute=work)
     if device.beside_host:
         links = [*measure_device_links(device, seconds=_LINKS_S, compute=work), *links]
@@ -104,16 +102,46 @@ def run(config: RunConfig, graph: g.RegionGraph) -> Costs:
         regions=regions,
         links=links,
         optimizer=optimizer,
-        micro_batches=config.train.micro_batches,
+        micro_batches=largest.micro_batches,
         slices=slices,
         loss=loss,
         inseparable=inseparable,
     )
 
 
-def _measure_slice(graph: g.RegionGraph, gauge: PeakGauge, idle_bytes: int) -> list[RegionCost]:
-    print(f"profile: slices of {graph.symbols[BATCH].planned} rows", flush=True)
-    return _measure_regions(graph, representative_cases(graph), gauge, idle_bytes)
+def _measure_slices(
+    config: RunConfig, graph: g.RegionGraph, numbers: Sequence[int], gauge: PeakGauge, idle_bytes: int
+) -> list[SliceCosts]:
+    """Costs with each number of slices, the largest slices first in the list.
+
+    Small slices are measured first: where the solver may cut the batch, larger ones that would burst
+    the budget are left out.
+    """
+    found: list[SliceCosts] = []
+    needed = 0
+    for number in sorted(numbers, reverse=True):
+        sliced = graph_of_slice(graph, number)
+        rows = f"slices of {sliced.symbols[BATCH].planned} rows" if len(numbers) > 1 else ""
+        if found and _bursts(config, gauge.device, needed):
+            print(
+                f"profile: {rows} and larger are left out: measuring them would take about {needed} bytes, "
+                f"more than the budget",
+                flush=True,
+            )
+            break
+        if rows:
+            print(f"profile: {rows}", flush=True)
+        regions = _measure_regions(sliced, representative_cases(sliced), gauge, idle_bytes)
+        found.insert(0, SliceCosts(number, regions, gauge.process_peak_bytes))
+        needed = idle_bytes + bytes_of_twice_the_rows(sliced, regions)
+    return found
+
+
+def _bursts(config: RunConfig, device: Device, needed_bytes: int) -> bool:
+    """Whether measuring takes more than the budget, which holds for this process too on the CPU."""
+    if device.beside_host or config.wants_curve:
+        return False
+    return needed_bytes > config.budget_bytes
 
 
 def _measure_regions(
