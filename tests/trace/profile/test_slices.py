@@ -9,6 +9,7 @@ import pytest
 from stages.artifacts.errors import InfeasibleBudgetError
 from stages.artifacts.slicing import costs_of_slice
 from stages.config import RunConfig, SolverConfig
+from stages.region import memory
 from stages.solve import stage as solve
 from stages.trace import stage as trace
 from stages.trace.profile import rounds, stage
@@ -59,6 +60,8 @@ def test_without_room_only_the_smallest_slices_are_measured(
 
 @pytest.mark.parametrize("rows", [64, 1024])
 def test_what_twice_the_rows_take_is_foreseen(rows: int) -> None:
+    memory.give_back_large_blocks(memory.LARGE_BLOCK_BYTES)  # as the stage does before it measures
+
     def measured(rows: int) -> tuple:
         graph = mlp_graph(rows)
         cases = representative_cases(graph)
