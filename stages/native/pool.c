@@ -7,7 +7,11 @@
    again: its peak is the largest sum of live blocks, as if each were unmapped when freed.
 
    Preloaded into a process (LD_PRELOAD) it takes aligned allocations of at least POOL_LEAST bytes, which is
-   what torch asks for; all others go on to the allocator behind it. */
+   what torch asks for; all others go on to the allocator behind it.
+
+   Smaller aligned blocks are kept by the thread that frees them, a few of each size, and serve its next ones:
+   glibc takes the lock of an arena for each aligned block, and attention's backward alone asks for tens of
+   thousands of scratch blocks in every thread. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -40,6 +44,12 @@ typedef struct block {
     struct block *previous_free, *next_free; /* in its bin */
     struct block *next_by_start, *next_by_end; /* in the hash tables */
 } block;
+
+#define KEPT_ALIGNMENT 64UL
+#define KEPT_LEAST 64UL
+#define KEPT_CLASSES 44 /* four to each power of two from KEPT_LEAST to POOL_LEAST */
+#define KEPT_EACH 16
+#define KEPT_BYTES (256UL * 1024) /* of one thread */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int (*next_posix_memalign)(void **, size_t, size_t);
@@ -398,6 +408,77 @@ static size_t pool_size(void *address) {
     return bytes;
 }
 
+/* small blocks of a thread; all come from the allocator behind, and any of them may go back there */
+
+typedef struct kept_block {
+    struct kept_block *next;
+} kept_block;
+
+typedef struct {
+    kept_block *first[KEPT_CLASSES];
+    unsigned char count[KEPT_CLASSES];
+    unsigned char opened, closed;
+    size_t bytes;
+} kept_blocks;
+
+static __thread kept_blocks kept __attribute__((tls_model("initial-exec")));
+static pthread_key_t at_exit_of_thread;
+static int has_key;
+
+static size_t kept_size(int class) { return (4UL + class % 4) << (class / 4 + 4); }
+
+/* The largest class that `bytes`, at least KEPT_LEAST, hold. */
+static int kept_class(size_t bytes) {
+    int log = 63 - __builtin_clzl(bytes);
+    return (log - 6) * 4 + (int)(bytes >> (log - 2) & 3);
+}
+
+static int class_for(size_t bytes) {
+    if (bytes <= KEPT_LEAST) return 0;
+    int class = kept_class(bytes);
+    return kept_size(class) < bytes ? class + 1 : class;
+}
+
+static void *take_kept(int class) {
+    kept_block *found = kept.first[class];
+    if (!found) return NULL;
+    kept.first[class] = found->next;
+    kept.count[class]--;
+    kept.bytes -= kept_size(class);
+    return found;
+}
+
+static void give_back_kept(void) {
+    for (int class = 0; class < KEPT_CLASSES; class++)
+        for (void *one; (one = take_kept(class));) next_free(one);
+}
+
+static void close_thread(void *unused) {
+    (void)unused;
+    kept.closed = 1; /* what is freed after this is not kept */
+    give_back_kept();
+}
+
+/* Whether a block of the allocator behind is kept for this thread. */
+static int keep(void *address) {
+    if ((uintptr_t)address % KEPT_ALIGNMENT || kept.closed || !has_key) return 0;
+    size_t bytes = next_usable_size(address);
+    if (bytes < KEPT_LEAST || bytes >= POOL_LEAST) return 0;
+    int class = kept_class(bytes);
+    size_t size = kept_size(class);
+    if (kept.count[class] >= KEPT_EACH || kept.bytes + size > KEPT_BYTES) return 0;
+    if (!kept.opened) {
+        if (pthread_setspecific(at_exit_of_thread, &kept)) return 0;
+        kept.opened = 1;
+    }
+    kept_block *one = address;
+    one->next = kept.first[class];
+    kept.first[class] = one;
+    kept.count[class]++;
+    kept.bytes += size;
+    return 1;
+}
+
 /* the allocator's interface */
 
 static void find_next(void) {
@@ -411,6 +492,7 @@ static pthread_once_t found_next = PTHREAD_ONCE_INIT;
 
 __attribute__((constructor)) static void start(void) {
     pthread_once(&found_next, find_next);
+    has_key = !pthread_key_create(&at_exit_of_thread, close_thread);
     unsetenv("LD_PRELOAD"); /* for this process alone, not for its children */
 }
 
@@ -423,6 +505,18 @@ int posix_memalign(void **target, size_t alignment, size_t bytes) {
         }
     }
     pthread_once(&found_next, find_next);
+    int usual = alignment >= sizeof(void *) && alignment <= KEPT_ALIGNMENT && !(alignment & (alignment - 1));
+    if (usual && bytes && bytes < POOL_LEAST) {
+        int class = class_for(bytes);
+        void *found = class < KEPT_CLASSES ? take_kept(class) : NULL;
+        if (found) {
+            *target = found;
+            return 0;
+        }
+        /* as long as its class, so that it serves all of that when it is kept */
+        if (class < KEPT_CLASSES) bytes = kept_size(class);
+        alignment = KEPT_ALIGNMENT;
+    }
     return next_posix_memalign(target, alignment, bytes);
 }
 
@@ -431,7 +525,7 @@ void free(void *address) {
     int before = errno;
     if (!pool_give(address)) {
         pthread_once(&found_next, find_next);
-        next_free(address);
+        if (!keep(address)) next_free(address);
     }
     errno = before;
 }
@@ -456,11 +550,13 @@ size_t malloc_usable_size(void *address) {
 /* for the process that has it: see stages/region/memory.py */
 
 void stages_pool_release(void) {
+    give_back_kept(); /* of this thread */
     pthread_mutex_lock(&lock);
     release_free();
     pthread_mutex_unlock(&lock);
 }
 
+size_t stages_pool_kept_bytes(void) { return kept.bytes; } /* of this thread */
 size_t stages_pool_live_bytes(void) { return live_pages * PAGE; }
 size_t stages_pool_free_bytes(void) { return free_pages * PAGE; }
 size_t stages_pool_segments(void) { return segments; }

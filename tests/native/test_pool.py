@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ libc.realloc.restype = ctypes.c_void_p
 libc.realloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.malloc_usable_size.argtypes = [ctypes.c_void_p]
 libc.malloc_usable_size.restype = ctypes.c_size_t
-for name in ("live_bytes", "free_bytes", "segments", "moves"):
+for name in ("kept_bytes", "live_bytes", "free_bytes", "segments", "moves"):
     getattr(libc, "stages_pool_" + name).restype = ctypes.c_size_t
 MIB = 1 << 20
 def take(size, alignment=64):
@@ -154,6 +155,83 @@ def test_small_blocks_and_wide_alignments_are_the_other_allocators(library: Path
         "libc.free(small); libc.free(aligned)\n",
     )
     assert live == 0
+
+
+def test_small_blocks_are_kept_for_the_thread_that_frees_them(library: Path) -> None:
+    same, other, most, released = run(
+        library,
+        "first = take(3000)\n"
+        "libc.free(first)\n"
+        "print(int(take(2900) == first))\n"
+        "found = []\n"
+        "libc.free(first)\n"
+        "thread = threading.Thread(target=lambda: found.append(take(3000)))\n"
+        "thread.start(); thread.join()\n"
+        "print(int(found[0] == first))\n"
+        "blocks = [take(random.Random(n).randrange(64, 128 * 1024)) for n in range(500)]\n"
+        "for block in blocks: libc.free(block)\n"
+        "print(libc.stages_pool_kept_bytes())\n"
+        "libc.stages_pool_release()\n"
+        "print(libc.stages_pool_kept_bytes())\n",
+    )
+    assert (same, other, released) == (1, 0, 0)
+    assert 64 * 1024 < most <= 256 * 1024
+
+
+def test_threads_that_end_give_their_small_blocks_back(library: Path) -> None:
+    (grown,) = run(
+        library,
+        "def work():\n"
+        "    blocks = [take(50_000) for _ in range(5)]\n"
+        "    for block in blocks: fill(block, 50_000, 1); libc.free(block)\n"
+        "    assert libc.stages_pool_kept_bytes() > 200_000\n"
+        "def once():\n"
+        "    thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+        "for _ in range(50): once()\n"
+        "before = resident()\n"
+        "for _ in range(400): once()\n"
+        "print(resident() - before)\n",
+    )
+    assert grown < 4 * 2**20  # 80 MB if each kept what it had
+
+
+def test_small_blocks_of_many_threads_keep_their_contents(library: Path) -> None:
+    (failures,) = run(
+        library,
+        "failures = []\n"
+        "shared, lock = [], threading.Lock()\n"
+        "def work(byte):\n"
+        "    generator, held = random.Random(byte), []\n"
+        "    for _ in range(3000):\n"
+        "        if held and generator.random() < 0.5:\n"
+        "            address, size, value = held.pop(generator.randrange(len(held)))\n"
+        "            if ctypes.string_at(address, size) != bytes([value]) * size: failures.append(byte)\n"
+        "            with lock:\n"  # some are freed by another thread than took them
+        "                shared.append(address)\n"
+        "                address = shared.pop(generator.randrange(len(shared)))\n"
+        "            libc.free(address)\n"
+        "        else:\n"
+        "            size = int(2 ** generator.uniform(0, 18))\n"
+        "            address = take(size, 2 ** generator.randrange(3, 9))\n"
+        "            value = generator.randrange(256)\n"
+        "            fill(address, size, value)\n"
+        "            held.append((address, size, value))\n"
+        "threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print(len(failures))\n",
+    )
+    assert failures == 0
+
+
+def test_alignments_that_are_none_are_refused_as_ever(library: Path) -> None:
+    codes = run(
+        library,
+        "address = ctypes.c_void_p()\n"
+        "for alignment in (0, 4, 24, 63):\n"
+        "    size = ctypes.c_size_t(100)\n"
+        "    print(libc.posix_memalign(ctypes.byref(address), ctypes.c_size_t(alignment), size))\n",
+    )
+    assert set(codes) == {errno.EINVAL}
 
 
 def test_reallocation_keeps_contents(library: Path) -> None:
