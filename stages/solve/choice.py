@@ -175,13 +175,20 @@ def _held_weights(problem: Problem, choice: Choice) -> list[str]:
     return [name for index in sorted(choice.held) for name in groups[index].parameters]
 
 
-def chunk_sizes(problem: Problem) -> tuple[int, ...]:
-    """Chunk lengths worth trying, longest first."""
+def chunk_sizes(problem: Problem, moving_elements: int | None = None) -> tuple[int, ...]:
+    """Chunk lengths worth trying, longest first.
+
+    Args:
+        moving_elements: Those whose update moves something, where what stays is updated in long chunks;
+            None: all.
+    """
     longest = max((parameter.elements for parameter in problem.updated), default=1)
     if not problem.optimizer.chunkable:
         return CHUNK_SIZES[:1]  # whole parameters
 
     def chunks(size: int) -> int:
+        if moving_elements is not None:
+            return moving_elements // size
         return sum(-(-parameter.elements // size) for parameter in problem.updated)
 
     allowed = [size for size in CHUNK_SIZES if chunks(size) <= MOST_CHUNKS + len(problem.updated)]

@@ -336,6 +336,19 @@ class Estimator(Positions):
         """What updating takes, by the region whose backward completes the gradients."""
         return self._details(choice).updates
 
+    def moving_elements(self, choice: Choice) -> int:
+        """Elements whose update reads or writes something."""
+        details, total = self._details(choice), 0
+        for parameter in self.problem.updated:
+            weight, state = self._group_of[parameter.name]
+            in_pieces = parameter.has_master or choice.gradients != "consume"
+            weight_moves = weight is None or details.streamed[weight]  # what no region reads is away
+            if choice.gradients == "move" or (weight_moves and in_pieces):
+                total += parameter.elements
+            elif choice.state[state]:
+                total += parameter.elements - min(parameter.elements, choice.kept.get(parameter.name, 0))
+        return total
+
     def moved_bytes(self, choice: Choice, region: int) -> int:
         """Bytes that leave for disk after a region's forward."""
         planned = self.problem.regions[region]

@@ -56,7 +56,8 @@ class _Tree:
         self._variables = variables
         self._deadline = deadline
         near = (best.choice.chunk_elements // 2, best.choice.chunk_elements, best.choice.chunk_elements * 2)
-        self._chunks = [size for size in chunk_sizes(task.problem) if size in near] or [near[1]]
+        moving = task.estimator.moving_elements(best.choice)
+        self._chunks = [size for size in chunk_sizes(task.problem, moving) if size in near] or [near[1]]
 
     def descend(self, chosen: dict[int, float]) -> None:
         """Looks at every completion of `chosen` that may be faster than the best."""
@@ -79,7 +80,8 @@ class _Tree:
 
     def _look_at(self, relaxed: Outcome) -> None:
         for chunk_elements in self._chunks:
-            choice = choice_at(self._model, relaxed.values, chunk_elements)
+            choice = choice_at(self._model, relaxed.values)
+            choice.chunk_elements = chunk_elements
             for hold in self._holds(choice):
                 if self._deadline.left_s <= 0:
                     return

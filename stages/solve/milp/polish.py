@@ -58,7 +58,8 @@ def _chunks(task: Task) -> Iterator[Change]:
     def resized(choice: Choice, factor: float) -> Choice | None:
         changed = choice.copy()
         changed.chunk_elements = int(choice.chunk_elements * factor)
-        return changed if changed.chunk_elements in chunk_sizes(task.problem) else None
+        sizes = chunk_sizes(task.problem, task.estimator.moving_elements(choice))
+        return changed if changed.chunk_elements in sizes else None
 
     def held(choice: Choice, slots: int) -> Choice | None:
         changed = choice.copy()

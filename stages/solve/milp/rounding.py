@@ -13,14 +13,13 @@ from stages.solve.pace import whole_pieces
 _NEARLY = 1e-4
 
 
-def choice_at(model: StepModel, values: Sequence[float], chunk_elements: int) -> Choice:
+def choice_at(model: StepModel, values: Sequence[float]) -> Choice:
     """The choice nearest to a point: shares of state to whole chunks, all else to yes or no.
 
     Args:
         values: Of all variables of `model.program`.
     """
     choice = everything_resident(model.problem)
-    choice.chunk_elements = chunk_elements
     _round_weights(model, values, choice)
     _round_state(model, values, choice)
     _round_activations(model, values, choice)

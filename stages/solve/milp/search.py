@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import cycle
 from statistics import median_high
 
-from stages.solve.choice import chunk_sizes
+from stages.solve.choice import Choice, chunk_sizes
 from stages.solve.deadline import Deadline
 from stages.solve.milp.formulation import StepModel
 from stages.solve.milp.linear import Outcome
@@ -61,7 +61,6 @@ class ModelSearch:
         self._model = StepModel(task.estimator, task.limit_bytes)
         self._session = self._model.program.open()
         self._small = frozenset(self._model.small)
-        self._chunks = chunk_sizes(task.problem)
         self._per_element = max(
             (sum(piece.itemsize for piece in whole_pieces(item)) for item in task.problem.updated), default=1
         )
@@ -236,10 +235,11 @@ class ModelSearch:
         wanted += 3 * (median_high(movable) if movable else 0)
         return min(range(len(RESERVES)), key=lambda item: abs(RESERVES[item] * self._beside_bytes - wanted))
 
-    def _chunk_elements(self, setting: Setting) -> int:
+    def _chunk_elements(self, setting: Setting, choice: Choice) -> int:
         """The longest chunks of which the setting's number fits into its reserve."""
         most = self._reserve_bytes(setting) // (CHUNKS[setting.chunks] * self._per_element)
-        return next((size for size in self._chunks if size <= most), self._chunks[-1])
+        sizes = chunk_sizes(self._task.problem, self._task.estimator.moving_elements(choice))
+        return next((size for size in sizes if size <= most), sizes[-1])
 
     def _try(self, setting: Setting, deadline: Deadline) -> None:
         """Lowers the assignment under a setting."""
@@ -256,7 +256,8 @@ class ModelSearch:
         if not around.values:
             return 2**63
         values = around.values
-        choice = choice_at(self._model, values, self._chunk_elements(setting))
+        choice = choice_at(self._model, values)
+        choice.chunk_elements = self._chunk_elements(setting, choice)
         arena_bytes = int(values[self._model.variables.arena] * BYTES_PER_MB)
         arena_bytes += int(SHARES[setting.share] * self._reserve_bytes(setting))
         candidate = realise_full(self._task, choice, arena_bytes)
