@@ -250,6 +250,8 @@ class Estimator(Positions):
         work[-1] = updating
         held = list(map(add, accumulate(change[:-1]), work))
         held[0] = max(held[0], self.problem.initial_bytes)  # before the first step
+        if self.problem.allocator_overhead_ppm:
+            held = list(map(self.problem.as_allocated, held))
         return held
 
     @staticmethod
@@ -329,7 +331,7 @@ class Estimator(Positions):
         return change
 
     def dynamic(self, choice: Choice) -> list[int]:
-        """Bytes of tensors outside the arena, with workspace, at each position."""
+        """Bytes of tensors outside the arena, with workspace and the allocator's part, at each position."""
         return self._dynamic(choice)
 
     def update_costs(self, choice: Choice) -> dict[int, UpdateCost]:

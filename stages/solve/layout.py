@@ -2,7 +2,8 @@
 
 Policies:
     packed: large buffers first, each into the smallest gap that holds it; or in order of time, each
-        as low as it goes; whichever needs less. Of very many buffers only the latter.
+        as low as it goes or into the smallest gap; whichever needs least. Of very many buffers only in order
+        of time, as low as they go.
     tight: in order of time, each as low as it goes, so that a freed slot is filled at once.
 
 Offline dynamic storage allocation is NP-hard; best fit by decreasing size is the usual heuristic
@@ -67,7 +68,8 @@ def lay_out(
     requests = _requests(buffers, residencies)
     moving, top = _pack_by_time(requests)
     if policy == "packed" and len(requests) <= _MOST_BY_SIZE and top > _most_at_once(requests):
-        moving, top = min((moving, top), _pack_by_size(requests), key=itemgetter(1))
+        others = (_pack_by_time(requests, best_fit=True), _pack_by_size(requests))
+        moving, top = min((moving, top), *others, key=itemgetter(1))
     offsets.update({buffer: bottom + offset for buffer, offset in moving.items()})
     return offsets, bottom + top
 
@@ -107,9 +109,9 @@ def _most_at_once(requests: Iterable[Request]) -> int:
     return max(accumulate(size for _, size in sorted(changes)), default=0)
 
 
-def _pack_by_time(requests: Iterable[Request]) -> tuple[dict[int, int], int]:
+def _pack_by_time(requests: Iterable[Request], *, best_fit: bool = False) -> tuple[dict[int, int], int]:
     order = sorted(requests, key=lambda request: (request.stays, -request.bytes))
-    return _pack(order, best_fit=False, by_time=True)
+    return _pack(order, best_fit=best_fit, by_time=True)
 
 
 def _pack_by_size(requests: Iterable[Request]) -> tuple[dict[int, int], int]:

@@ -276,6 +276,10 @@ class Problem:
         """Whether a phase "accumulate" finds gradients to add to."""
         return self.accumulate > 1
 
+    def as_allocated(self, size_bytes: int) -> int:
+        """`size_bytes` of live tensors outside the arena as the allocator holds them."""
+        return size_bytes + -(-size_bytes * self.allocator_overhead_ppm // 10**6)
+
     def forward_slot(self, region: int, micro_batch: int = 0) -> int:
         return self._slot_of[region, micro_batch, True]
 

@@ -143,21 +143,16 @@ def fixed_bytes(problem: Problem, program: Program) -> int:
     return problem.baseline_bytes + plan + program.arena_bytes
 
 
-def with_overhead(problem: Problem, size_bytes: int) -> int:
-    """`size_bytes` of live tensors as the allocator holds them."""
-    return size_bytes + -(-size_bytes * problem.allocator_overhead_ppm // 10**6)
-
-
 def _peak(problem: Problem, program: Program, evaluation: Problem | None) -> tuple[int, str]:
     peaks = [(dynamic_peak(phase, program.buffers), phase) for phase in program.phases]
     peak, phase = max(peaks, key=lambda item: item[0].bytes)
     if problem.initial_bytes > peak.bytes:
-        total = fixed_bytes(problem, program) + with_overhead(problem, problem.initial_bytes)
+        total = fixed_bytes(problem, program) + problem.as_allocated(problem.initial_bytes)
         return (
             total,
             f"making the largest initial value ({problem.initial_bytes} bytes), before the first step",
         )
-    total = fixed_bytes(problem, program) + with_overhead(problem, peak.bytes)
+    total = fixed_bytes(problem, program) + problem.as_allocated(peak.bytes)
     owner = evaluation if phase.name == "evaluate" and evaluation is not None else problem
     return total, _describe(owner, program, peak, phase)
 

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-6
 #: relative gap at which nothing is left to win
 NEAR = 2e-3
 #: nearer to the relaxation than this, branch and bound is not worth its time
-_WORTH_BRANCHING = 5e-3
+_WORTH_BRANCHING = 1e-3
 #: elements of a chunk that hides latency well enough
 _EASY_CHUNK = 2**20
 #: where along the chain the rounding starts: each gives another assignment of equal bytes
