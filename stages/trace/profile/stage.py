@@ -115,7 +115,7 @@ def _measure_slices(
     """Costs with each number of slices, the largest slices first in the list.
 
     Small slices are measured first: where the solver may cut the batch, larger ones that would burst
-    the budget are left out.
+    the budget are left out. Times come last, when it is known how much memory rounds may take.
     """
     found: list[SliceCosts] = []
     needed = 0
@@ -131,10 +131,15 @@ def _measure_slices(
             break
         if rows:
             print(f"profile: {rows}", flush=True)
-        regions = _measure_regions(sliced, representative_cases(sliced), gauge, idle_bytes)
+        regions = _measure_memory(sliced, gauge, idle_bytes)
         found.insert(0, SliceCosts(number, regions, gauge.process_peak_bytes))
         needed = idle_bytes + bytes_of_twice_the_rows(sliced, regions)
-    return found
+    return [
+        msgspec.structs.replace(
+            item, regions=_with_times(graph_of_slice(graph, item.micro_batches), item.regions, gauge)
+        )
+        for item in found
+    ]
 
 
 def _bursts(config: RunConfig, device: Device, needed_bytes: int) -> bool:
@@ -144,23 +149,29 @@ def _bursts(config: RunConfig, device: Device, needed_bytes: int) -> bool:
     return needed_bytes > config.budget_bytes
 
 
-def _measure_regions(
-    graph: g.RegionGraph, cases: Mapping[int, Case], gauge: PeakGauge, idle_bytes: int
-) -> list[RegionCost]:
-    """Memory of each kind alone, then times of all, within the memory that the largest has taken."""
+def _measure_memory(graph: g.RegionGraph, gauge: PeakGauge, idle_bytes: int) -> list[RegionCost]:
+    """Each kind alone: its memory, and rough times."""
+    cases = representative_cases(graph)
     costs = []
     for position, case in enumerate(cases.values(), start=1):
         _check_room(graph, case, idle_bytes, gauge.device)
         with _running(case):
             costs.append(measure_region(graph, case, gauge))
         print(f"profile: kind {position} of {len(cases)} ({case.region.name}) measured", flush=True)
+    return costs
+
+
+def _with_times(graph: g.RegionGraph, costs: Sequence[RegionCost], gauge: PeakGauge) -> list[RegionCost]:
+    """`costs` with the times that kinds take in rounds of all of them."""
+    cases = representative_cases(graph)
     free = gauge.device.free_bytes()
     # on the CPU what the largest region has taken; no budget is under that
     room = gauge.process_peak_bytes - _settled_bytes() if free is None else free // 2
     times = measure_times(graph, cases, costs, room_bytes=room, seconds=_TIMING_S, device=gauge.device)
+    rows = f" of {graph.symbols[BATCH].planned} rows" if BATCH in graph.symbols else ""
     for kind, found in times.items():
         print(
-            f"profile: {cases[kind].region.name} takes {found.forward_ns / 1e6:.1f} ms forward, "
+            f"profile: {cases[kind].region.name}{rows} takes {found.forward_ns / 1e6:.1f} ms forward, "
             f"{found.backward_ns / 1e6:.1f} ms backward",
             flush=True,
         )
